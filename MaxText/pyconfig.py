@@ -1,0 +1,853 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and key=value arguments -> one frozen, hashable Config: loaded, derived, validated; resolved once devices are known."""
+
+import functools
+import glob
+import json
+import math
+import os
+import re
+import sys
+
+import yaml
+
+from MaxText.errors import ConfigError
+
+MESH_AXES = ("data", "fsdp", "sequence", "tensor", "expert", "stage")
+REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BASE = os.path.join(REPO, "configs", "base.yml")
+MAX_FILE_BYTES = 100_000  # the parser is pure Python: this much takes it about 0.2 s
+MAX_NESTING = 4  # logical_axis_rules: mapping, rules, rule, axes
+
+# Names that other versions and documents use -> ours.
+OLD_KEYS = {
+    "base_num_heads": ("base_num_query_heads", "base_num_kv_heads"),
+    "checkpoint_interval": ("checkpoint_period",),
+    "cosine_learning_rate_final_fraction": ("learning_rate_final_fraction",),
+    "dcn_context_parallelism": ("dcn_sequence_parallelism",),
+    "dcn_pipeline_parallelism": ("dcn_stage_parallelism",),
+    "enable_flash_attention": ("attention",),
+    "enable_profiler": ("profiler",),
+    "ici_context_parallelism": ("ici_sequence_parallelism",),
+    "ici_pipeline_parallelism": ("ici_stage_parallelism",),
+    "load_from_other_directory": ("load_full_state_path",),
+    "logging_period": ("log_period",),
+    "max_sequence_length": ("max_target_length",),
+    "normalization_layer_epsilon": ("norm_epsilon",),
+    "per_device_batch": ("per_device_batch_size",),
+    "save_period": ("checkpoint_period",),
+}
+# Two old keys that make one of ours; join_old_keys() says how.
+OLD_PARTS = {
+    "assets_path": "tokenizer_path",
+    "vocab_relative_path": "tokenizer_path",
+    "load_from_other_directory_step": "load_full_state_path",
+}
+# The same for values: (key as given, value) -> ours.
+OLD_VALUES = {
+    ("attention", "cudnn_flash_jax"): "cudnn",
+    ("attention", "cudnn_flash_te"): "cudnn",
+    ("attention", "dot_product"): "dot",
+    ("attention", "gpu_flash"): "cudnn",
+    ("attention", "mha"): "dot",
+    ("compile_topology_num_slices", "-1"): "1",
+    ("enable_flash_attention", "false"): "dot",
+    ("enable_flash_attention", "true"): "auto",
+    ("enable_profiler", "false"): "",
+    ("enable_profiler", "true"): "xplane",
+    ("record_internal_nn_metrics", "0"): "false",
+    ("record_internal_nn_metrics", "1"): "true",
+    ("remat_policy", "minimal_flash"): "minimal",
+    ("remat_policy", "proj"): "save_qkv_proj",
+    ("remat_policy", "qkv_proj_offloaded"): "save_qkv_proj",
+    ("reuse_example_batch", "0"): "false",
+    ("reuse_example_batch", "1"): "true",
+    ("tokenizer_type", "sentence_piece"): "sentencepiece",
+}
+# Names of other versions that set nothing here: (values that ask for what happens anyway, what to do instead).
+_INT8 = "training is not quantized"
+_DECODE = "this trainer does not decode yet"
+_TFDS = "set dataset_type=text and dataset_path"
+GONE_KEYS = {
+    "aqt_rng_type": (("jax.uniform",), _INT8),
+    "aqt_use_dummy_static_bound": (("false",), _INT8),
+    "aqt_use_fwd_quant": (("false",), _INT8),
+    "compiled_trainstep_file": (("",), "compiled steps are not loaded yet; jax_cache_dir keeps what was compiled"),
+    "data_sharding": ((), 'the "batch" rule of logical_axis_rules shards the data'),
+    "dataset_name": ((), _TFDS),
+    "decoder_block": ((), "each part of the block has its own key, see Model in configs/base.yml"),
+    "dcn_autoregressive_parallelism": (("1",), "the mesh axes are " + ", ".join(MESH_AXES)),
+    "dcn_fsdp_transpose_parallelism": (("1",), "the mesh axes are " + ", ".join(MESH_AXES)),
+    "dlhs_int8": (("true", "false"), _INT8),
+    "dlhs_int8_pv": (("true", "false"), _INT8),
+    "dlhs_int8_qk": (("true", "false"), _INT8),
+    "drhs_int8": (("true", "false"), _INT8),
+    "drhs_int8_pv": (("true", "false"), _INT8),
+    "drhs_int8_qk": (("true", "false"), _INT8),
+    "eos_id": ((), "the tokenizer knows its EOS"),
+    "eval_dataset_name": ((), "set eval_dataset_path"),
+    "eval_split": ((), "set eval_dataset_path, or eval_fraction of the documents is held out"),
+    "fused_mlp": (("false",), "gate and up projections are two weights"),
+    "fused_qkv": (("false",), "query, key and value are three weights"),
+    "fwd_int8": (("true", "false"), _INT8),
+    "fwd_int8_pv": (("true", "false"), _INT8),
+    "fwd_int8_qk": (("true", "false"), _INT8),
+    "hardware": ((), "the devices found are used; JAX_PLATFORMS=cpu in the environment chooses"),
+    "ici_autoregressive_parallelism": (("1",), "the mesh axes are " + ", ".join(MESH_AXES)),
+    "ici_fsdp_transpose_parallelism": (("1",), "the mesh axes are " + ", ".join(MESH_AXES)),
+    "int8_training": (("false",), _INT8),
+    "max_eval_target_length": ((), "evaluation rows have max_target_length"),
+    "max_predict_length": ((), _DECODE),
+    "mesh_axes": ((), "the mesh axes are " + ", ".join(MESH_AXES)),
+    "model_name": (("default",), "give the model's recipe instead, such as configs/llama2_7b.yml"),
+    "opt_type": (("adamw",), "the optimizer is AdamW; update_rms_cap caps updates"),
+    "param_scan_axis": ((), "the layers are always the first dimension of stacked weights"),
+    "prompt": ((), _DECODE),
+    "quantization": (("",), _INT8),
+    "sampling_temperature": ((), _DECODE),
+    "sampling_top_k": ((), _DECODE),
+    "use_dqdg": (("false",), _INT8),
+}
+
+CHOICES = {
+    "attention": ("auto", "dot", "flash", "cudnn"),
+    "attention_bias": ("", "qkv", "all"),
+    "block_layout": ("sequential", "parallel"),
+    "dataset_type": ("stdlib", "text", "synthetic"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "global_parameter_scale": (0, 1, 2, 4, 8, 16, 32, 64, 128),
+    "learning_rate_after_schedule": ("zero", "floor"),
+    "lr_schedule_type": ("cosine", "exponential", "constant"),
+    "matmul_precision": ("default", "high", "highest"),
+    "mlp_activations": ("gelu", "relu", "silu", "linear"),
+    "normalization": ("rms", "layer"),
+    "position_embedding": ("rope", "rope_interleaved", "learned", "sinusoidal", "relative_bias", "none"),
+    "profiler": ("", "xplane"),
+    "query_scaling": ("rsqrt", "per_dim", "none"),
+    "remat_names": ("query", "key", "value", "context", "out_proj", "mlp_gate", "mlp_up", "mlp_down"),
+    "remat_policy": ("none", "full", "minimal", "save_qkv_proj", "save_out_proj", "save_dot_except_mlp", "names"),
+    "tokenizer_type": ("bpe", "byte", "sentencepiece"),
+    "weight_decay_mask": ("matrices", "all"),
+    "weight_dtype": ("float32", "bfloat16"),
+    "weight_init": ("fan_in", "xavier", "normal"),
+}
+
+_BELOW_ONE = 0.9999999999
+_PARALLELISM = {f"{net}_{axis}_parallelism": (1, 1_000_000, -1) for net in ("ici", "dcn") for axis in MESH_AXES}
+# Lowest and highest value of every number, and one more that is allowed.
+RANGES = _PARALLELISM | {
+    "adam_b1": (0, _BELOW_ONE),
+    "adam_b2": (0, _BELOW_ONE),
+    "adam_eps": (0, 1),
+    "adam_eps_root": (0, 1),
+    "adam_weight_decay": (0, 10),
+    "attn_logits_soft_cap": (0, 1e6),
+    "base_emb_dim": (1, 10**6),
+    "base_mlp_dim": (1, 10**7),
+    "base_num_decoder_layers": (1, 10_000),
+    "base_num_kv_heads": (1, 10_000),
+    "base_num_query_heads": (1, 10_000),
+    "checkpoint_keep_period": (0, 10**9),
+    "checkpoint_period": (1, 10**9),
+    "compile_topology_num_slices": (1, 10_000),
+    "data_shuffle_seed": (0, 2**32 - 1),
+    "dropout_rate": (0, 0.99),
+    "embedding_init_std": (0, 100),
+    "eval_fraction": (0, 0.9),
+    "eval_interval": (1, 10**9, -1),
+    "eval_per_device_batch_size": (0, 10**6),
+    "eval_steps": (1, 10**9, -1),
+    "final_logits_soft_cap": (0, 1e6),
+    "gradient_accumulation_steps": (1, 10**6),
+    "gradient_clipping_threshold": (0, 1e9),
+    "head_dim": (1, 10_000),
+    "init_weights_seed": (0, 2**32 - 1),
+    "input_dropout_rate": (0, 0.99),
+    "learning_rate": (0, 1000),
+    "learning_rate_final_fraction": (0, 1),
+    "learning_rate_schedule_steps": (1, 10**9, -1),
+    "log_period": (1, 10**9),
+    "max_corpus_chars": (1, 10**12),
+    "max_dataset_chars": (1, 10**12),
+    "max_num_checkpoints_to_keep": (1, 10**6),
+    "max_skipped_steps": (1, 10**9),
+    "max_target_length": (1, 10**8),
+    "norm_epsilon": (0, 1),
+    "num_vocab_tiling": (0, 10**6),
+    "per_device_batch_size": (1e-6, 10**6),
+    "prefetch_batches": (0, 1000),
+    "profiler_steps": (1, 10**6),
+    "relative_bias_buckets": (2, 10**5),
+    "relative_bias_max_distance": (2, 10**8),
+    "rope_max_timescale": (1, 1e12),
+    "skip_first_n_steps_for_profiler": (0, 10**9),
+    "skip_step_gradient_norm": (0, 1e12),
+    "stack_trace_interval_seconds": (1, 10**6),
+    "steps": (0, 10**9, -1),
+    "target_eval_loss": (0, 1000),
+    "trainable_position_size": (0, 10**8),
+    "update_rms_cap": (0, 1e6),
+    "vocab_size": (1, 10**8),
+    "warmup_steps": (0, 10**9, -1),
+    "warmup_steps_fraction": (0, 1),
+    "weight_init_std": (0, 10),
+    "z_loss_multiplier": (0, 1000),
+}
+
+# Heads and mlp, emb and layers of global_parameter_scale 1; each doubling widens the next of the three in turn.
+LADDER = {"base_emb_dim": 2560, "base_num_query_heads": 8, "base_num_kv_heads": 8, "base_mlp_dim": 8192,
+          "base_num_decoder_layers": 16}  # fmt: skip
+LADDER_DEFAULTS = {"head_dim": 256, "vocab_size": 32768, "max_target_length": 2048}
+
+# Float32 logits of one piece per device that num_vocab_tiling=0 aims at: what fits the caches of CPUs poorly anyway and
+# is noise beside the weights on accelerators.
+LOGITS_BYTES = {"cpu": 128 << 20, "gpu": 1 << 30, "tpu": 256 << 20}
+
+
+class Config:
+  """Every key of configs/base.yml and what follows from them, as attributes. Frozen, hashable, comparable by value.
+
+  `given` holds the keys as they were given (-1 stays -1), `facts` what resolve() was told about the devices.
+  """
+
+  __slots__ = ("_hash", "_values", "facts", "given")
+
+  def __init__(self, given, facts=None):
+    values = derive(given)
+    validate(values)
+    if facts is not None:
+      values |= resolved(values, facts)
+    for name, value in (("given", given), ("facts", facts), ("_values", values),
+                        ("_hash", hash(tuple(sorted(values.items(), key=lambda item: item[0]))))):  # fmt: skip
+      object.__setattr__(self, name, value)
+
+  def __getattr__(self, name):
+    if name.startswith("_") or name not in self._values:
+      raise AttributeError(f"the config has no {name}{'' if name.startswith('_') else nearest(name, self._values)}")
+    return self._values[name]
+
+  def __setattr__(self, name, value):
+    raise AttributeError(f"{name}={value!r}: a config is frozen; cfg.replace({name}=...) makes another")
+
+  __delattr__ = __setattr__
+
+  def __eq__(self, other):
+    return isinstance(other, Config) and self._values == other._values
+
+  def __hash__(self):
+    return self._hash
+
+  def __reduce__(self):
+    return Config, (self.given, self.facts)
+
+  def __repr__(self):
+    return f"Config({', '.join(describe(self))})"
+
+  def replace(self, **values):
+    """This config with other values for some keys: derived, validated and, if this one was, resolved anew."""
+    given = dict(self.given)
+    for key, value in values.items():
+      if key not in given:
+        raise ConfigError(f"unknown key {key}={show(value)}.{nearest(key, given)} All keys: configs/base.yml")
+      given[key] = typed(key, value if isinstance(value, (list, tuple)) else text(value), given[key])
+    return Config(expand(given, values), self.facts)
+
+
+# --- Load ----------------------------------------------------------------------------------------------------------
+
+
+def load(argv, *, need_run_name=True):
+  """The config of `argv`: YAML files and key=value arguments, left to right, over configs/base.yml.
+
+  Raises ConfigError, one line with key, value, rule and way out. Notes about old names go to stderr.
+  """
+  given, named, parts, loaded = dict(base()), set(), {}, {BASE}
+  for argument in argv:
+    key, equals, value = argument.partition("=")
+    if equals and (re.fullmatch(r"-*\w+", key) or not argument.endswith((".yml", ".yaml"))):
+      assign(given, named, parts, key, value, "")
+    else:
+      merge_file(given, named, parts, loaded, find(argument))
+  join_old_keys(given, named, parts)
+  if not given["run_name"]:
+    given["run_name"] = os.environ.get("JOBSET_NAME", "")
+  if need_run_name and not given["run_name"]:
+    raise ConfigError("run_name= is empty. Name the run: run_name=demo (or set JOBSET_NAME); its files go to runs/demo.")
+  return Config(expand(given, named))
+
+
+@functools.cache
+def base():
+  """Keys and defaults of configs/base.yml; a key's type is that of its default."""
+  return {key: default(value) for key, (value, _) in read(BASE).items()}
+
+
+def merge_file(given, named, parts, loaded, path):
+  """Reads the file and first, unless that has happened, the file its `base_config` names."""
+  loaded.add(os.path.realpath(path))
+  if os.path.realpath(path) == os.path.realpath(BASE):
+    return
+  pairs = read(path)
+  if "base_config" in pairs:
+    parent, where = pairs.pop("base_config")
+    if not isinstance(parent, str) or not parent:
+      raise ConfigError(f"base_config={show(parent)}{where} must name a file. Write base_config: base.yml")
+    parent = os.path.join(os.path.dirname(os.path.realpath(path)), parent)
+    if os.path.realpath(parent) not in loaded:
+      if not os.path.isfile(parent):
+        raise ConfigError(f"base_config={show(parent)}{where} is not a file. Write base_config: base.yml")
+      if len(loaded) > 8:
+        raise ConfigError(f"base_config={show(parent)}{where} is nested too deep. Name base.yml")
+      merge_file(given, named, parts, loaded, parent)
+  for key, (value, where) in pairs.items():
+    assign(given, named, parts, key, value, where)
+
+
+def find(path):
+  """The file at `path`, relative to the working directory or else to the repository. Raises ConfigError."""
+  for candidate in (path, os.path.join(REPO, path)):
+    if os.path.isfile(candidate):
+      return candidate
+  if os.path.isdir(path):
+    raise ConfigError(f"{show(path)} is a directory. Name a YAML file in it, such as configs/base.yml.")
+  if not path.endswith((".yml", ".yaml")):
+    raise ConfigError(f"argument {show(path)} is neither a YAML file nor key=value. "
+                      "Usage: train.py configs/base.yml [recipe.yml ...] key=value ...")  # fmt: skip
+  known = [os.path.relpath(name, REPO) for name in glob.glob(os.path.join(REPO, "configs", "*.yml"))]
+  raise ConfigError(f"config file {show(path)} not found.{nearest(path, known)} Recipes: {os.path.dirname(BASE)}")
+
+
+def assign(given, named, parts, key, value, where):
+  """Sets one key to a value as written, in today's name, and notes old names."""
+  old_value = value if not isinstance(value, str) else OLD_VALUES.get(
+      (key, value.lower() if key not in base() or isinstance(base()[key], bool) else value), value)  # fmt: skip
+  if key in OLD_PARTS:
+    parts[key] = unquoted(value) if isinstance(value, str) else show(value)
+    note(f"note: {key}={show(value)}{where} is read as part of {OLD_PARTS[key]}.")
+    return
+  if key in GONE_KEYS:
+    harmless, reason = GONE_KEYS[key]
+    if text(value).lower() not in harmless:
+      raise ConfigError(f"{key}={show(value)}{where} has no effect here: {reason}.")
+    return note(f"note: {key}={show(value)}{where} is ignored: {reason}.")
+  keys = OLD_KEYS.get(key, (key,))
+  for name in keys:
+    if name not in given:
+      bare = name.lstrip("-").replace("-", "_")
+      if bare in given:
+        raise ConfigError(f"unknown key {key}={show(value)}{where}. Write {bare}={show(value)}")
+      raise ConfigError(f"unknown key {show(key)}={show(value)}{where}.{nearest(key, given)} All keys: configs/base.yml")
+    given[name] = typed(name, old_value, given[name], where)
+    named.add(name)
+  if keys != (key,) or old_value is not value:
+    note(f"note: {key}={show(value)}{where} is now " + ", ".join(f"{name}={show(given[name])}" for name in keys) + ".")
+
+
+def join_old_keys(given, named, parts):
+  """Old names that make one key of ours together."""
+  if "assets_path" in parts or "vocab_relative_path" in parts:
+    given["tokenizer_path"] = os.path.join(
+        parts.get("assets_path", "assets"), parts.get("vocab_relative_path", "tokenizer"))  # fmt: skip
+    named.add("tokenizer_path")
+  step = parts.get("load_from_other_directory_step", "-1")
+  if step != "-1":
+    if not given["load_full_state_path"] or not step.isdecimal():
+      raise ConfigError(f"load_from_other_directory_step={show(step)} is not a step of load_full_state_path="
+                        f"{show(given['load_full_state_path'])}. Give load_full_state_path=<run directory>/checkpoints/<step>.")  # fmt: skip
+    given["load_full_state_path"] = os.path.join(given["load_full_state_path"], step)
+
+
+def expand(given, named):
+  """Writes out what one key says about others: sizes of global_parameter_scale, the type of tokenizer_path.
+
+  Done where keys are given, because only there "given" and "default" differ; the config saved with a run has the result.
+  """
+  given = dict(given)
+  if given["tokenizer_path"] and "tokenizer_type" not in named:
+    given["tokenizer_type"] = "sentencepiece"
+  scale = given["global_parameter_scale"]
+  if scale and scale in CHOICES["global_parameter_scale"]:
+    clash = sorted(set(named) & set(LADDER))
+    if clash:
+      raise ConfigError(f"{clash[0]}={given[clash[0]]} and global_parameter_scale={scale} both set the model's size. "
+                        "Give one of them; global_parameter_scale=0 takes the base_* sizes.")  # fmt: skip
+    rounds, rest = divmod(scale.bit_length() - 1, 3)
+    doublings = {"base_emb_dim": rounds + (rest > 1), "base_num_decoder_layers": rounds}
+    given |= {key: size << doublings.get(key, rounds + (rest > 0)) for key, size in LADDER.items()}
+    given |= {key: size for key, size in LADDER_DEFAULTS.items() if key not in named}
+    given["global_parameter_scale"] = 0
+  return given
+
+
+# --- Read: YAML without YAML's scalar rules ------------------------------------------------------------------------
+
+
+class Quoted(str):
+  """A scalar that stood in quotes."""
+
+
+def read(path):
+  """{key: (value, where)} of a flat YAML file; values are strings or nested lists of them. Raises ConfigError."""
+  name = os.path.relpath(path) if not os.path.relpath(path).startswith("..") else path
+  try:
+    with open(path, "rb") as file:
+      data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+      raise ConfigError(f"{show(name)} is larger than {MAX_FILE_BYTES} bytes, which no config is. Name a YAML file of keys.")
+    return parse(data.decode(), name)
+  except OSError as error:
+    raise ConfigError(f"config file {show(name)} cannot be read: {error.strerror}. Check its permissions.") from None
+  except UnicodeDecodeError as error:
+    raise ConfigError(f"config file {show(name)} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
+
+
+def parse(source, name):
+  """The mapping in YAML text `source`. Tags, anchors, aliases, duplicate keys and deep nesting are refused."""
+
+  def where(event):
+    return f" ({show(name)} line {event.start_mark.line + 1})"
+
+  def refuse(event, what):
+    raise ConfigError(f"{what}{where(event)}: configs are flat, `key: value` or `key: [a, b]`, like configs/base.yml.")
+
+  def value(event, depth):
+    if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+      refuse(event, f"YAML anchor or alias {show(event.anchor)} is not allowed")
+    if event.tag is not None:
+      refuse(event, f"YAML tag {show(event.tag)} is not allowed")
+    if depth > MAX_NESTING:
+      refuse(event, f"lists nested deeper than {MAX_NESTING} are not allowed")
+    if isinstance(event, yaml.ScalarEvent):
+      return event.value if event.implicit[0] else Quoted(event.value)
+    if isinstance(event, yaml.MappingStartEvent):
+      refuse(event, "a mapping inside a value is not allowed")
+    items = []
+    while not isinstance(event := next(events), yaml.SequenceEndEvent):
+      items.append(value(event, depth + 1))
+    return items
+
+  pairs = {}
+  try:
+    events = (e for e in yaml.parse(source, Loader=yaml.SafeLoader)
+              if not isinstance(e, (yaml.StreamStartEvent, yaml.StreamEndEvent, yaml.DocumentEndEvent)))  # fmt: skip
+    if next(events, None) is None:
+      return {}
+    start = next(events)
+    if not isinstance(start, yaml.MappingStartEvent) or start.tag or start.anchor:
+      refuse(start, "the file is not a list of `key: value` lines")
+    while not isinstance(event := next(events), yaml.MappingEndEvent):
+      if not isinstance(event, yaml.ScalarEvent):
+        refuse(event, "a key must be a plain name")
+      key = str(value(event, 1))
+      item = value(next(events), 1)
+      if key in pairs:
+        raise ConfigError(f"duplicate key {show(key)}={show(item)}{where(event)}, first{pairs[key][1]}. Delete one of them.")
+      pairs[key] = (item, where(event))
+    if (event := next(events, None)) is not None:
+      refuse(event, "a second YAML document is not allowed")
+  except yaml.MarkedYAMLError as error:
+    line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+    raise ConfigError(f"{show(name)}{line} is not YAML: {show(error.problem)}. Write `key: value` lines.") from None
+  except yaml.YAMLError as error:
+    raise ConfigError(f"{show(name)} is not YAML: {show(getattr(error, 'reason', error))}. Write `key: value` lines.") from None
+  return pairs
+
+
+def default(value):
+  """The typed default that stands in base.yml as `value`."""
+  if isinstance(value, list):
+    return tuple(default(item) for item in value)
+  if isinstance(value, Quoted):
+    return str(value)
+  if value in ("true", "false"):
+    return value == "true"
+  return int(value) if re.fullmatch(r"-?[\d_]+", value) else float(value)
+
+
+def typed(key, value, like, where=""):
+  """A value as written, in files or arguments, in the type of `like`: the one rule for scalars and lists."""
+
+  def wrong(rule):
+    raise ConfigError(f"{key}={show(value)}{where} {rule}")
+
+  if isinstance(like, tuple):
+    items = value
+    if isinstance(value, str):
+      source = unquoted(value).strip()
+      if source.startswith("["):
+        items = parse(f"{key}: {source}", f"{key}=")[key][0]
+      else:
+        items = [item.strip() for item in source.split(",")] if source else []
+    if key == "logical_axis_rules":
+      return merged_rules(items, like, wrong)
+    if any(not isinstance(item, str) for item in items):
+      wrong("must be a list of names, such as [a, b].")
+    return tuple(str(item) for item in items)
+  if not isinstance(value, str):
+    wrong("is a list, and this key takes one value.")
+  source = unquoted(value)
+  if isinstance(like, bool):
+    if source not in ("true", "True", "false", "False"):
+      wrong("must be true or false.")
+    return source in ("true", "True")
+  if isinstance(like, str):
+    if not source.isprintable():
+      wrong("contains a line break or control character. Take it out.")
+    return source
+  kind = "a whole number" if isinstance(like, int) else "a number"
+  try:
+    number = int(source) if isinstance(like, int) and re.fullmatch(r"[+-]?[\d_]{1,300}", source) else float(source)
+  except ValueError:
+    wrong(f"must be {kind}{', such as ' + text(like) if source else ', and is empty'}.")
+  if not math.isfinite(number):
+    wrong(f"must be {kind}, and is not finite.")
+  if isinstance(like, int) and number != int(number):
+    wrong("must be a whole number.")
+  return int(number) if isinstance(like, int) else float(number)
+
+
+def merged_rules(items, rules, wrong):
+  """logical_axis_rules `rules` with those that `items`, [[name, [mesh axis, ...]], ...], names replaced."""
+  merged = dict(rules)
+  for item in items:
+    if not isinstance(item, (list, tuple)) or len(item) != 2 or not isinstance(item[0], str):
+      wrong("must be a list of [name, [mesh axis, ...]], such as [[embed, [fsdp]]].")
+    name, axes = str(item[0]), item[1]
+    axes = ([axes] if axes else []) if isinstance(axes, str) else axes
+    if name not in merged:
+      wrong(f"names {show(name)}, which is no logical axis.{nearest(name, merged)} They are: {', '.join(merged)}.")
+    for axis in axes:
+      if not isinstance(axis, str) or axis not in MESH_AXES or list(axes).count(axis) > 1:
+        wrong(f"gives {show(name)} {show(axis)}. Mesh axes, each once: {', '.join(MESH_AXES)}.")
+    merged[name] = tuple(str(axis) for axis in axes)
+  return tuple(merged.items())
+
+
+def unquoted(source):
+  """`source` without the quotes around it, if it has some: key="" on a command line."""
+  return source[1:-1] if len(source) > 1 and source[0] == source[-1] and source[0] in "'\"" else str(source)
+
+
+def text(value):
+  """A typed value as it is written in files and arguments."""
+  if isinstance(value, bool):
+    return "true" if value else "false"
+  if isinstance(value, (list, tuple)):
+    return "[" + ", ".join(text(item) for item in value) + "]"
+  return str(value)
+
+
+def show(value):
+  """`value` for a message: one line of at most 80 characters."""
+  line = "".join(c if c.isprintable() else "?" for c in " ".join(text(value).split()))
+  return line if len(line) <= 80 else line[:77] + "..."
+
+
+def nearest(name, names):
+  """` Did you mean ...?` or nothing."""
+  import difflib  # here: 5 ms that only a mistake should cost
+
+  found = difflib.get_close_matches(name, names, n=1, cutoff=0.6) or [n for n in names if name and name in n][:1]
+  return f" Did you mean {found[0]}?" if found else ""
+
+
+def note(line):
+  print(line, file=sys.stderr)
+
+
+# --- Derive and validate -------------------------------------------------------------------------------------------
+
+
+def derive(given):
+  """All values: those given, with -1, 0.0 and "~" replaced by what base.yml says they stand for, and those that follow."""
+  v = dict(given)
+  for key in ("base_output_directory", "jax_cache_dir", "data_cache_dir", "metrics_file", "tokenizer_path",
+              "load_parameters_path", "load_full_state_path"):  # fmt: skip
+    v[key] = os.path.expanduser(v[key])
+  for key in ("dataset_path", "eval_dataset_path"):
+    v[key] = ",".join(os.path.expanduser(part.strip()) for part in v[key].split(","))
+  for size in ("emb_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_decoder_layers"):
+    v[size] = v[f"base_{size}"]
+  run = "/".join((v["base_output_directory"].rstrip("/") or "/", v["run_name"])) if v["run_name"] else ""
+  v["run_directory"] = run
+  for name, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard"), ("metrics", "metrics")):
+    v[f"{name}_directory"] = f"{run}/{folder}" if run else ""
+  if v["steps"] == -1:
+    v["steps"] = v["learning_rate_schedule_steps"]
+  if v["learning_rate_schedule_steps"] == -1:
+    v["learning_rate_schedule_steps"] = max(v["steps"], 1)
+  if v["warmup_steps"] == -1:
+    v["warmup_steps"] = int(v["learning_rate_schedule_steps"] * v["warmup_steps_fraction"])
+  if v["eval_per_device_batch_size"] == 0.0:
+    v["eval_per_device_batch_size"] = v["per_device_batch_size"]
+  if v["trainable_position_size"] == 0:
+    v["trainable_position_size"] = v["max_target_length"]
+  if not v["enable_dropout"]:
+    v["dropout_rate"] = v["input_dropout_rate"] = 0.0
+  return v
+
+
+def validate(v):
+  """Raises ConfigError for the first rule broken that needs no device to judge."""
+
+  def need(holds, message):
+    if not holds:
+      raise ConfigError(message)
+
+  for key, allowed in CHOICES.items():
+    for value in v[key] if isinstance(v[key], tuple) else (v[key],):
+      if value not in allowed:
+        hint = nearest(value, allowed) if isinstance(value, str) else ""
+        raise ConfigError(f"{key}={show(value)} must be one of {', '.join(json.dumps(c) for c in allowed)}.{hint}")
+  for key, (low, high, *extra) in RANGES.items():
+    also = f" or {extra[0]}" if extra else ""
+    need(low <= v[key] <= high or v[key] in extra, f"{key}={show(v[key])} must be from {low:,} to {high:,}{also}."
+         .replace(",", "_"))  # fmt: skip
+
+  need(v["steps"] != -1, "steps=-1 takes learning_rate_schedule_steps, which is -1 too. Give one of them.")
+  schedule = v["learning_rate_schedule_steps"]
+  need(v["warmup_steps"] <= schedule, f"warmup_steps={v['warmup_steps']} must not be more than "
+       f"learning_rate_schedule_steps={schedule}. Lower it, or give warmup_steps_fraction instead.")  # fmt: skip
+  need(v["adam_eps"] or v["adam_eps_root"], "adam_eps=0.0 and adam_eps_root=0.0 divide by zero where a gradient is 0. "
+       "Set adam_eps=1e-8.")  # fmt: skip
+  need(v["target_eval_loss"] == 0 or v["eval_interval"] != -1,
+       f"target_eval_loss={v['target_eval_loss']} is never reached with eval_interval=-1. Set eval_interval=100.")
+
+  # Run and paths.
+  name = v["run_name"]
+  need(not name or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name),
+       f"run_name={show(name)} must be letters, digits, dot, underscore and dash, at most 128, not starting with a dot or "
+       "dash. Where runs go is base_output_directory.")  # fmt: skip
+  out = v["base_output_directory"]
+  need(out, "base_output_directory= is empty. Give a directory or gs://bucket/path; . is the working directory.")
+  for key in ("base_output_directory", "load_parameters_path", "load_full_state_path", "dataset_path", "tokenizer_path"):
+    need("://" not in v[key].replace("gs://", ""), f"{key}={show(v[key])} must be a local path or gs://bucket/path.")
+  for key in ("metrics_file", "data_cache_dir"):
+    need("://" not in v[key], f"{key}={show(v[key])} must be a local path.")
+  need(not v["gcs_metrics"] or out.startswith("gs://"),
+       f"gcs_metrics=true needs base_output_directory on gs://, and it is {show(out)}. Metrics are in the run directory.")
+  need(not v["load_parameters_path"] or not v["load_full_state_path"],
+       f"load_parameters_path={show(v['load_parameters_path'])} and load_full_state_path={show(v['load_full_state_path'])} "
+       "exclude each other. Give one.")  # fmt: skip
+  need(not v["stack_trace_to_cloud"] or v["collect_stack_trace"],
+       "stack_trace_to_cloud=true needs collect_stack_trace=true.")
+  topology = v["compile_topology"]
+  need(re.fullmatch(r"([A-Za-z0-9]+(-[A-Za-z0-9]+)*)?", topology),
+       f"compile_topology={show(topology)} must be a name such as v5e-256 or h100-8.")
+  if not os.path.isdir(v["run_directory"]):  # what a run has stored, it resumes with
+    inputs = {key: [v[key]] for key in ("load_parameters_path", "load_full_state_path")}
+    inputs["tokenizer_path"] = [v["tokenizer_path"]]
+    if v["dataset_type"] == "text":
+      inputs |= {key: v[key].split(",") for key in ("dataset_path", "eval_dataset_path")}
+    for key, paths in inputs.items():
+      for path in paths:
+        if path and not path.startswith("gs://"):
+          need(os.path.exists(path) or glob.glob(path, recursive=True),
+               f"{key}={show(path)} does not exist (working directory {os.getcwd()}). Check the path.")
+          need(not os.path.exists(path) or os.access(path, os.R_OK), f"{key}={show(path)} is not readable. Check its permissions.")
+  parent = os.path.abspath(v["run_directory"] or out)
+  if not out.startswith("gs://"):
+    while not os.path.exists(parent):
+      parent = os.path.dirname(parent)
+    need(os.path.isdir(parent), f"base_output_directory={show(out)} cannot hold runs: {show(parent)} is a file.")
+
+  # Model.
+  heads, kv_heads = v["num_query_heads"], v["num_kv_heads"]
+  need(heads % kv_heads == 0, f"base_num_query_heads={heads} must be a multiple of base_num_kv_heads={kv_heads}. "
+       f"Set base_num_kv_heads={math.gcd(heads, kv_heads)}.")  # fmt: skip
+  need(1 <= len(v["mlp_activations"]) <= 2,
+       f"mlp_activations={show(v['mlp_activations'])} must be one name, or two for a gated layer: [silu, linear].")
+  position = v["position_embedding"]
+  need(not position.startswith("rope") or v["head_dim"] % 2 == 0,
+       f"head_dim={v['head_dim']} must be even for position_embedding={position}.")
+  need(position != "sinusoidal" or v["emb_dim"] % 2 == 0,
+       f"base_emb_dim={v['emb_dim']} must be even for position_embedding=sinusoidal.")
+  need(position != "learned" or v["trainable_position_size"] >= v["max_target_length"],
+       f"trainable_position_size={v['trainable_position_size']} must be at least max_target_length={v['max_target_length']}. "
+       "0 takes max_target_length.")  # fmt: skip
+  need(position != "relative_bias" or v["attention"] in ("auto", "dot"),
+       f"attention={v['attention']} cannot add position_embedding=relative_bias. Set attention=dot.")
+  need(v["attn_logits_soft_cap"] == 0 or v["attention"] != "cudnn",
+       f"attention=cudnn cannot apply attn_logits_soft_cap={v['attn_logits_soft_cap']}. Set attention=dot.")
+  need(v["attention"] != "cudnn" or v["dtype"] != "float32",
+       "attention=cudnn cannot compute in dtype=float32. Set dtype=bfloat16 or attention=dot.")
+  need(not v["normalize_embedding_logits"] or v["logits_via_embedding"],
+       "normalize_embedding_logits=true needs logits_via_embedding=true.")
+  need(v["remat_policy"] != "names" or v["remat_names"],
+       f"remat_policy=names saves nothing with remat_names=[]. Name some of {', '.join(CHOICES['remat_names'])}.")
+
+  # Data.
+  kind, path = v["dataset_type"], v["dataset_path"]
+  need(kind != "text" or path, "dataset_type=text needs dataset_path. Give files, folders or globs.")
+  need(kind != "stdlib" or not path, f"dataset_path={show(path)} is not read with dataset_type=stdlib. Add dataset_type=text.")
+  need(kind == "synthetic" or v["eval_fraction"] or v["eval_interval"] == -1 or v["eval_dataset_path"],
+       "eval_fraction=0.0 leaves nothing to evaluate on. Raise it, give eval_dataset_path, or set eval_interval=-1.")
+  need(v["tokenizer_type"] != "sentencepiece" or v["tokenizer_path"],
+       "tokenizer_type=sentencepiece needs tokenizer_path, a SentencePiece model file.")
+  need(v["tokenizer_type"] == "sentencepiece" or not v["tokenizer_path"],
+       f"tokenizer_type={v['tokenizer_type']} does not read tokenizer_path={show(v['tokenizer_path'])}. Give one of them.")
+
+  # Mesh.
+  for net in ("ici", "dcn"):
+    free = [f"{net}_{axis}_parallelism=-1" for axis in MESH_AXES if v[f"{net}_{axis}_parallelism"] == -1]
+    need(len(free) <= 1, f"{' and '.join(free)}: only one {net}_* key can take what is left. Set the others to 1.")
+
+
+# --- Resolve: rules about devices ----------------------------------------------------------------------------------
+
+
+def resolve(cfg, devices):
+  """`cfg` for these devices: adds platform, num_devices, num_slices, ici_mesh_shape, dcn_mesh_shape, mesh_shape (in the
+  order of MESH_AXES), micro_batch_size, global_batch_size and eval_batch_size (rows over all devices), and decides
+  dtype, attention and num_vocab_tiling. Raises ConfigError when mesh, batch or sizes do not fit.
+
+  `devices` have .platform and .device_kind, and .slice_index where the platform knows slices.
+  """
+  slices = [getattr(device, "slice_index", None) or 0 for device in devices]
+  platform = {"cuda": "gpu", "rocm": "gpu"}.get(devices[0].platform, devices[0].platform)
+  return Config(cfg.given, (platform, devices[0].device_kind, len(devices), len(set(slices))))
+
+
+def resolved(v, facts):
+  """The values that resolve() adds to or decides in `v`."""
+  platform, kind, num_devices, num_slices = facts
+  r = {"platform": platform, "num_devices": num_devices}
+  r["dtype"] = v["dtype"] if v["dtype"] != "auto" else "float32" if platform == "cpu" else "bfloat16"
+
+  asked = math.prod(max(v[f"dcn_{axis}_parallelism"], 1) for axis in MESH_AXES)
+  if num_slices == 1 and platform != "tpu":  # these devices know of no slices: the dcn_* keys make them
+    if num_devices % asked:
+      raise ConfigError(f"{product(v, 'dcn')} must divide the {num_devices} devices found. Lower it.")
+    num_slices = asked
+  r["num_slices"] = num_slices
+  r["dcn_mesh_shape"] = filled(v, "dcn", num_slices, "slices")
+  r["ici_mesh_shape"] = filled(v, "ici", num_devices // num_slices, "devices per slice")
+  r["mesh_shape"] = tuple(d * i for d, i in zip(r["dcn_mesh_shape"], r["ici_mesh_shape"], strict=True))
+
+  rules = dict(v["logical_axis_rules"])
+  along = dict(zip(MESH_AXES, r["mesh_shape"], strict=True))
+  shards = {name: math.prod(along[axis] for axis in axes) for name, axes in rules.items()}
+
+  def sharded_over(name):
+    return f'"{name}" is sharded over ' + " x ".join(f"{axis}={along[axis]}" for axis in rules[name] if along[axis] > 1)
+
+  for name, key in (
+      ("length", "max_target_length"),
+      ("embed", "base_emb_dim"), ("act_embed", "base_emb_dim"), ("norm", "base_emb_dim"),
+      ("heads", "base_num_query_heads"), ("act_heads", "base_num_query_heads"),
+      ("kv_heads", "base_num_kv_heads"), ("act_kv_heads", "base_num_kv_heads"),
+      ("head_dim", "head_dim"), ("mlp", "base_mlp_dim"), ("act_mlp", "base_mlp_dim"),
+      ("vocab", "vocab_size"), ("act_vocab", "vocab_size"), ("layers", "base_num_decoder_layers"),
+  ):  # fmt: skip
+    if v[key] % shards[name]:
+      raise ConfigError(f"{key}={v[key]} must be a multiple of {shards[name]}: {sharded_over(name)}. "
+                        f"Change it or the mesh, or set logical_axis_rules=[[{name},[]]].")  # fmt: skip
+
+  def rows(key):
+    count = v[key] * num_devices
+    if abs(count - round(count)) > 1e-6 * count or round(count) < 1:
+      raise ConfigError(f"{key}={v[key]} x {num_devices} devices makes {count:g} rows, not a whole number. "
+                        f"Set {key}={max(1, round(count)) / num_devices:g}.")  # fmt: skip
+    if round(count) % shards["batch"]:
+      up = -(-round(count) // shards["batch"]) * shards["batch"]
+      raise ConfigError(f"{key}={v[key]} x {num_devices} devices makes {round(count)} rows, not a multiple of {shards['batch']}: "
+                        f"{sharded_over('batch')}. Set {key}={up / num_devices:g} or change the mesh.")  # fmt: skip
+    return round(count)
+
+  r["micro_batch_size"] = rows("per_device_batch_size")
+  r["global_batch_size"] = r["micro_batch_size"] * v["gradient_accumulation_steps"]
+  # Evaluation takes per_device_batch_size unless it has its own.
+  r["eval_batch_size"] = rows("eval_per_device_batch_size")
+
+  r["attention"] = kernel(v, r["dtype"], platform, kind, v["max_target_length"] // shards["length"])
+  local_rows = r["micro_batch_size"] // shards["batch"]
+  if v["num_vocab_tiling"]:
+    if local_rows % v["num_vocab_tiling"]:
+      raise ConfigError(f"num_vocab_tiling={v['num_vocab_tiling']} must divide the {local_rows} rows each batch shard has. "
+                        "0 picks one.")  # fmt: skip
+  else:
+    row_bytes = 4 * v["max_target_length"] // shards["length"] * v["vocab_size"] // shards["act_vocab"]
+    r["num_vocab_tiling"] = next(n for n in range(1, local_rows + 1) if local_rows % n == 0
+                                 and (row_bytes * local_rows // n <= LOGITS_BYTES[platform] or n == local_rows))  # fmt: skip
+  return r
+
+
+def product(v, net):
+  """`a=3 x b=4` of the sizes of one group that are not 1."""
+  keys = [f"{net}_{axis}_parallelism" for axis in MESH_AXES]
+  return " x ".join(f"{key}={v[key]}" for key in keys if v[key] not in (1, -1)) or f"{net}_*_parallelism=1"
+
+
+def filled(v, net, found, what):
+  """The sizes of the mesh within ("ici") or across ("dcn") slices, -1 filled so that their product is `found`."""
+  shape = [v[f"{net}_{axis}_parallelism"] for axis in MESH_AXES]
+  fixed = math.prod(size for size in shape if size != -1)
+  if -1 in shape and found % fixed == 0:
+    return tuple(found // fixed if size == -1 else size for size in shape)
+  if fixed != found:
+    rule = f"must divide the {found} {what} found. Lower it." if -1 in shape else (
+        f"needs {fixed} {what}, found {found}. Set one {net}_* to -1 to fill it.")  # fmt: skip
+    raise ConfigError(f"{product(v, net)} {rule}")
+  return tuple(shape)
+
+
+def kernel(v, dtype, platform, kind, shard_length):
+  """The attention kernel: the one asked for, or with "auto" the fastest one that can do this model on this platform."""
+  nvidia = platform == "gpu" and not re.search("AMD|gfx|Instinct", kind)
+  hopper = re.search(r"\b(H|GH|B|GB)\d{2,3}\b", kind)
+  cudnn = {
+      f"it needs an NVIDIA GPU, and these are {platform} devices ({kind})": nvidia,
+      f"it computes in bfloat16 and dtype={dtype}": dtype == "bfloat16",
+      f"it needs head_dim of at most {256 if hopper else 128} and a multiple of 8, and head_dim={v['head_dim']}":
+          v["head_dim"] % 8 == 0 and v["head_dim"] <= (256 if hopper else 128),
+      "it has no attn_logits_soft_cap": v["attn_logits_soft_cap"] == 0,
+      "it has no relative_bias": v["position_embedding"] != "relative_bias",
+  }  # fmt: skip
+  flash = {
+      f"it runs on TPU, and these are {platform} devices ({kind})": platform != "gpu",
+      f"it needs a multiple of 128 tokens per shard, and max_target_length={v['max_target_length']} gives {shard_length}":
+          platform != "tpu" or shard_length % 128 == 0,
+      f"it needs head_dim a multiple of 64, and head_dim={v['head_dim']}": platform != "tpu" or v["head_dim"] % 64 == 0,
+      "it has no relative_bias": v["position_embedding"] != "relative_bias",
+  }  # fmt: skip
+  table = {"dot": {}, "flash": flash, "cudnn": cudnn}
+  asked = v["attention"]
+  if asked == "auto":
+    first = {"tpu": "flash", "gpu": "cudnn"}.get(platform, "dot")
+    return first if all(table[first].values()) else "dot"
+  for reason, holds in table[asked].items():
+    if not holds:
+      raise ConfigError(f"attention={asked}: {reason}. Set attention=auto.")
+  return asked
+
+
+# --- Write ---------------------------------------------------------------------------------------------------------
+
+
+def as_yaml(cfg):
+  """The whole config as given, as YAML text that load() takes as its first file."""
+  lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in cfg.given.items()]
+  return "# Every key of this run, as given.\n" + "\n".join(lines) + "\n"
+
+
+def dump(cfg, path):
+  """Writes as_yaml(cfg) to the local file `path`, whole or not at all."""
+  with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+    file.write(as_yaml(cfg))
+  os.replace(f"{path}.tmp", path)
+
+
+def describe(cfg):
+  """Lines that say what differs from base.yml, and what resolve() decided."""
+  lines = []
+  for key, value in cfg.given.items():
+    if key == "logical_axis_rules":
+      value = tuple(rule for rule in value if rule not in base()[key])
+    if value != base()[key] and value != ():
+      lines.append(f"{key}={show(value)}")
+  if cfg.facts:
+    mesh = [f"{axis}={size}" for axis, size in zip(MESH_AXES, cfg.mesh_shape, strict=True) if size > 1]
+    lines.append(f"-> {cfg.num_devices} {cfg.platform} device(s), {cfg.num_slices} slice(s), mesh {' x '.join(mesh) or '1'}, "
+                 f"dtype {cfg.dtype}, attention {cfg.attention}, logits in {cfg.num_vocab_tiling} piece(s), "
+                 f"{cfg.global_batch_size} rows of {cfg.max_target_length} tokens per step")  # fmt: skip
+  return lines
