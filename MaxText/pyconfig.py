@@ -760,15 +760,15 @@ def resolved(v, facts):
   r["eval_batch_size"] = rows("eval_per_device_batch_size")
 
   r["attention"] = kernel(v, r["dtype"], platform, kind, v["max_target_length"] // shards["length"])
-  local_rows = r["micro_batch_size"] // shards["batch"]
+  local_length, local_rows = v["max_target_length"] // shards["length"], r["micro_batch_size"] // shards["batch"]
   if v["num_vocab_tiling"]:
-    if local_rows % v["num_vocab_tiling"]:
-      raise ConfigError(f"num_vocab_tiling={v['num_vocab_tiling']} must divide the {local_rows} rows each batch shard has. "
-                        "0 picks one.")  # fmt: skip
+    if local_length % v["num_vocab_tiling"]:
+      raise ConfigError(f"num_vocab_tiling={v['num_vocab_tiling']} must divide the {local_length} tokens of a row that each "
+                        "device has. 0 picks one.")  # fmt: skip
   else:
-    row_bytes = 4 * v["max_target_length"] // shards["length"] * v["vocab_size"] // shards["act_vocab"]
-    r["num_vocab_tiling"] = next(n for n in range(1, local_rows + 1) if local_rows % n == 0
-                                 and (row_bytes * local_rows // n <= LOGITS_BYTES[platform] or n == local_rows))  # fmt: skip
+    token_bytes = 4 * local_rows * v["vocab_size"] // shards["act_vocab"]
+    r["num_vocab_tiling"] = next(n for n in range(1, local_length + 1) if local_length % n == 0
+                                 and (token_bytes * local_length // n <= LOGITS_BYTES[platform] or n == local_length))  # fmt: skip
   return r
 
 

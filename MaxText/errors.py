@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong for a user, and the exit code each kind ends with (the table in README.md)."""
+
+import os
+import signal
+import sys
+import traceback
+
+DONE, CONFIG, CHECKPOINT, STORAGE, NUMERICS, DOES_NOT_FIT = 0, 2, 3, 4, 5, 6
+DATA, HANG, STOPPED, PEER_DIED = 65, 70, 75, 76
+
+
+class RunError(Exception):
+  """A failure explained in one line; the process ends with `exit_code`."""
+
+  exit_code = 1
+
+
+class ConfigError(RunError, ValueError):
+  """A wrong key, value or usage. The message carries key, value, rule and a way out."""
+
+  exit_code = CONFIG
+
+
+class CheckpointError(RunError):
+  """There should be a usable checkpoint and there is none."""
+
+  exit_code = CHECKPOINT
+
+
+class StorageError(RunError):
+  """Writing keeps failing."""
+
+  exit_code = STORAGE
+
+
+class NumericsError(RunError):
+  """Too many skipped steps in a row."""
+
+  exit_code = NUMERICS
+
+
+class DataError(RunError):
+  """The data cannot be read or does not fit the run."""
+
+  exit_code = DATA
+
+
+class Stopped(RunError):
+  """Ended by a signal after saving; running the same command again continues."""
+
+  exit_code = STOPPED
+
+
+def run(main):
+  """Calls main(argv), prints a RunError as one line on stderr, and ends the process with its exit code.
+
+  Anything else that is raised is our bug and keeps its traceback (exit code 1). A second Ctrl-C, or one before the loop
+  has taken charge of signals, ends with the shell's usual code for that signal.
+  """
+  try:
+    code = main(sys.argv[1:]) or DONE
+  except RunError as error:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    code = error.exit_code
+  except KeyboardInterrupt:
+    code = 128 + signal.SIGINT
+  except Exception:
+    traceback.print_exc()
+    code = 1
+  sys.stdout.flush()
+  sys.stderr.flush()
+  if code in (DONE, CONFIG):
+    sys.exit(code)
+  os._exit(code)  # threads of a failed run (savers, collectives) must not hold the process

@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""THE model: one decoder-only transformer.
+
+  tokens -> embedding (x sqrt(emb_dim)) (+ learned or sinusoidal positions) (dropout)
+         -> layers: x += attention(norm(x)); x += mlp(norm(x))     or, in parallel: x += attention(norm(x)) + mlp(norm(x))
+         -> norm -> logits = hidden . embedding table or own weight (/ sqrt(emb_dim)) (+ bias) (soft cap)
+
+Each switch of the config is one line below. A tensor's suffix names its dimensions: b batch, t and s position, e embed,
+n query heads, k key/value heads, h head dim, m mlp, v vocab, l layers. Weights are float32 (`weight_dtype`), products
+are computed in `dtype`; norms, softmax and the loss in float32.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from MaxText import attention
+from MaxText.sharding import shard, stacked, weight
+
+ACTIVATIONS = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "linear": lambda x: x,
+}
+
+_QKV = ("query", "key", "value")
+REMAT_NAMES = {  # remat_policy -> the named points the backward pass finds saved
+    "save_qkv_proj": _QKV,
+    "save_out_proj": (*_QKV, "out_proj"),
+    "save_dot_except_mlp": (*_QKV, "context", "out_proj"),
+}
+
+
+def einsum(spec, x, w, **kwargs):
+  """jnp.einsum of activation x and weight w (an nnx.Param or array), in the type of x."""
+  return jnp.einsum(spec, x, jnp.asarray(w[...], x.dtype), **kwargs)
+
+
+def dense_init(cfg, fan_in, fan_out, scale=1.0):
+  """Initializer of a matrix from fan_in to fan_out features: `weight_init`, times scale."""
+
+  def init(key, shape, dtype):
+    if cfg.weight_init == "xavier":
+      limit = scale * math.sqrt(6.0 / (fan_in + fan_out))
+      return jax.random.uniform(key, shape, dtype, -limit, limit)
+    std = cfg.weight_init_std if cfg.weight_init == "normal" else 1.0 / math.sqrt(fan_in)
+    return scale * std * jax.random.normal(key, shape, dtype)
+
+  return init
+
+
+def normal_init(std):
+  return lambda key, shape, dtype: std * jax.random.normal(key, shape, dtype)
+
+
+def constant_init(value):
+  return lambda key, shape, dtype: jnp.full(shape, value, dtype)
+
+
+def dropout(x, rate, key):
+  """Zeroes a fraction `rate` of x and scales up the rest; key None or rate 0 changes nothing."""
+  if key is None or rate == 0.0:
+    return x
+  return jnp.where(jax.random.bernoulli(key, 1.0 - rate, x.shape), x / (1.0 - rate), 0).astype(x.dtype)
+
+
+class Norm(nnx.Module):
+  """RMS or layer normalization over the last dimension, computed in float32."""
+
+  def __init__(self, cfg, rngs, kind, size, axis="norm"):
+    self.kind, self.epsilon, self.plus_one = kind, cfg.norm_epsilon, cfg.norm_scale_plus_one
+    self.scale_e = weight(rngs, (size,), (axis,), constant_init(0.0 if self.plus_one else 1.0), cfg.weight_dtype)
+    if kind == "layer":
+      self.bias_e = weight(rngs, (size,), (axis,), constant_init(0.0), cfg.weight_dtype)
+
+  def __call__(self, x):
+    y = x.astype(jnp.float32)
+    if self.kind == "layer":
+      y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+    y = y * (self.scale_e[...] + 1.0 if self.plus_one else self.scale_e[...])
+    if self.kind == "layer":
+      y = y + self.bias_e[...]
+    return y.astype(x.dtype)
+
+
+def rope_angles(cfg, positions_bt):
+  """Cosine and sine [b, t, 1, head_dim / 2] of the rotary angles (Su et al. 2021, section 3.4.2)."""
+  frequency_h = cfg.rope_max_timescale ** -(np.arange(0, cfg.head_dim, 2) / cfg.head_dim)
+  angle_bth = positions_bt[:, :, None].astype(jnp.float32) * frequency_h.astype(np.float32)
+  return jnp.cos(angle_bth)[:, :, None, :], jnp.sin(angle_bth)[:, :, None, :]
+
+
+def rotate(x_btnh, angles, interleaved):
+  """Rotates feature pairs by the position's angles: (i, i + h/2), or neighbours when interleaved (Meta's layout)."""
+  cos, sin = angles
+  x = x_btnh.astype(jnp.float32)
+  if interleaved:
+    x = x.reshape(*x.shape[:-1], -1, 2)
+    first, second = x[..., 0], x[..., 1]
+    pair = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  else:
+    first, second = jnp.split(x, 2, axis=-1)
+    pair = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  return pair.reshape(x_btnh.shape).astype(x_btnh.dtype)
+
+
+def sinusoid(positions_bt, size):
+  """Position signal [b, t, size]: sines, then cosines, of wavelengths 2 pi to 10,000 x 2 pi (Vaswani et al. 2017)."""
+  count = size // 2
+  frequency = 10_000.0 ** -(np.arange(count) / max(count - 1, 1))
+  angle = positions_bt[:, :, None].astype(jnp.float32) * frequency.astype(np.float32)
+  return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+
+
+def relative_buckets(cfg):
+  """Bucket of each distance 0 .. max_target_length - 1: exact for the near half, logarithmic beyond (T5)."""
+  distance = np.arange(cfg.max_target_length)
+  exact = cfg.relative_bias_buckets // 2
+  ratio = np.log(np.maximum(distance, 1) / exact) / np.log(cfg.relative_bias_max_distance / exact)
+  far = exact + (ratio * (cfg.relative_bias_buckets - exact)).astype(np.int32)
+  return np.where(distance < exact, distance, np.minimum(far, cfg.relative_bias_buckets - 1))
+
+
+class Attention(nnx.Module):
+  """Causal self-attention with grouped key/value heads, within segments."""
+
+  def __init__(self, cfg, rngs):
+    self.cfg = cfg
+    E, N, K, H = cfg.emb_dim, cfg.num_query_heads, cfg.num_kv_heads, cfg.head_dim
+    make = functools.partial(weight, rngs, dtype=cfg.weight_dtype)
+    query_scale = 1.0 / math.sqrt(H) if cfg.query_scaling == "none" else 1.0
+    self.wq_enh = make((E, N, H), ("embed", "heads", "head_dim"), dense_init(cfg, E, N * H, query_scale))
+    self.wk_ekh = make((E, K, H), ("embed", "kv_heads", "head_dim"), dense_init(cfg, E, K * H))
+    self.wv_ekh = make((E, K, H), ("embed", "kv_heads", "head_dim"), dense_init(cfg, E, K * H))
+    self.wo_nhe = make((N, H, E), ("heads", "head_dim", "embed"), dense_init(cfg, N * H, E))
+    if cfg.attention_bias:
+      self.bq_nh = make((N, H), ("heads", "head_dim"), constant_init(0.0))
+      self.bk_kh = make((K, H), ("kv_heads", "head_dim"), constant_init(0.0))
+      self.bv_kh = make((K, H), ("kv_heads", "head_dim"), constant_init(0.0))
+    if cfg.attention_bias == "all":
+      self.bo_e = make((E,), ("norm",), constant_init(0.0))
+    if cfg.use_qk_norm:
+      self.query_norm = Norm(cfg, rngs, "rms", H, "head_dim")
+      self.key_norm = Norm(cfg, rngs, "rms", H, "head_dim")
+    if cfg.query_scaling == "per_dim":
+      self.scale_h = make((H,), ("head_dim",), constant_init(0.0))
+
+  def __call__(self, x_bte, segments_bt, angles, bias_nd):
+    cfg = self.cfg
+    q_btnh = einsum("bte,enh->btnh", x_bte, self.wq_enh)
+    k_btkh = einsum("bte,ekh->btkh", x_bte, self.wk_ekh)
+    v_btkh = einsum("bte,ekh->btkh", x_bte, self.wv_ekh)
+    if cfg.attention_bias:
+      q_btnh += self.bq_nh[...].astype(x_bte.dtype)
+      k_btkh += self.bk_kh[...].astype(x_bte.dtype)
+      v_btkh += self.bv_kh[...].astype(x_bte.dtype)
+    if cfg.use_qk_norm:
+      q_btnh, k_btkh = self.query_norm(q_btnh), self.key_norm(k_btkh)
+    if angles is not None:
+      interleaved = cfg.position_embedding == "rope_interleaved"
+      q_btnh, k_btkh = rotate(q_btnh, angles, interleaved), rotate(k_btkh, angles, interleaved)
+    if cfg.query_scaling == "per_dim":  # softplus(0) = log 2, so that the scale starts at 1
+      q_btnh *= (jax.nn.softplus(self.scale_h[...]) / math.log(2.0)).astype(x_bte.dtype)
+    if cfg.query_scaling != "none":
+      q_btnh *= jnp.asarray(1.0 / math.sqrt(cfg.head_dim), x_bte.dtype)
+    q_btnh = checkpoint_name(shard(q_btnh, "batch", "length", "act_heads", None), "query")
+    k_btkh = checkpoint_name(shard(k_btkh, "batch", "length", "act_kv_heads", None), "key")
+    v_btkh = checkpoint_name(shard(v_btkh, "batch", "length", "act_kv_heads", None), "value")
+    out_btnh = attention.attend(q_btnh, k_btkh, v_btkh, segments_bt, segments_bt, kernel=cfg.attention,
+                                soft_cap=cfg.attn_logits_soft_cap, bias_nd=bias_nd)
+    out_btnh = checkpoint_name(out_btnh, "context")
+    y_bte = einsum("btnh,nhe->bte", out_btnh, self.wo_nhe)
+    if cfg.attention_bias == "all":
+      y_bte += self.bo_e[...].astype(x_bte.dtype)
+    return checkpoint_name(shard(y_bte, "batch", "length", "act_embed"), "out_proj")
+
+
+class Mlp(nnx.Module):
+  """Feed-forward layer: gated when `mlp_activations` names two functions (Shazeer 2020)."""
+
+  def __init__(self, cfg, rngs):
+    self.cfg = cfg
+    E, M = cfg.emb_dim, cfg.mlp_dim
+    make = functools.partial(weight, rngs, dtype=cfg.weight_dtype)
+    self.wu_em = make((E, M), ("embed", "mlp"), dense_init(cfg, E, M))
+    self.wd_me = make((M, E), ("mlp", "embed"), dense_init(cfg, M, E))
+    if len(cfg.mlp_activations) == 2:
+      self.wg_em = make((E, M), ("embed", "mlp"), dense_init(cfg, E, M))
+    if cfg.mlp_bias:
+      self.bu_m = make((M,), ("mlp",), constant_init(0.0))
+      self.bd_e = make((E,), ("norm",), constant_init(0.0))
+      if len(cfg.mlp_activations) == 2:
+        self.bg_m = make((M,), ("mlp",), constant_init(0.0))
+
+  def __call__(self, x_bte):
+    bias = self.cfg.mlp_bias
+    gated = len(self.cfg.mlp_activations) == 2
+    up_btm = checkpoint_name(einsum("bte,em->btm", x_bte, self.wu_em), "mlp_up")
+    if bias:
+      up_btm += self.bu_m[...].astype(x_bte.dtype)
+    hidden_btm = ACTIVATIONS[self.cfg.mlp_activations[-1]](up_btm)
+    if gated:
+      gate_btm = checkpoint_name(einsum("bte,em->btm", x_bte, self.wg_em), "mlp_gate")
+      if bias:
+        gate_btm += self.bg_m[...].astype(x_bte.dtype)
+      hidden_btm *= ACTIVATIONS[self.cfg.mlp_activations[0]](gate_btm)
+    hidden_btm = shard(hidden_btm, "batch", "length", "act_mlp")
+    y_bte = einsum("btm,me->bte", hidden_btm, self.wd_me)
+    if bias:
+      y_bte += self.bd_e[...].astype(x_bte.dtype)
+    return checkpoint_name(shard(y_bte, "batch", "length", "act_embed"), "mlp_down")
+
+
+class Block(nnx.Module):
+  """One layer."""
+
+  def __init__(self, cfg, rngs):
+    self.cfg = cfg
+    self.attention_norm = Norm(cfg, rngs, cfg.normalization, cfg.emb_dim)
+    self.attention = Attention(cfg, rngs)
+    if cfg.block_layout == "sequential":
+      self.mlp_norm = Norm(cfg, rngs, cfg.normalization, cfg.emb_dim)
+    self.mlp = Mlp(cfg, rngs)
+
+  def __call__(self, x_bte, segments_bt, angles, bias_nd, dropout_key):
+    keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+    y_bte = self.attention_norm(x_bte)
+    attended_bte = dropout(self.attention(y_bte, segments_bt, angles, bias_nd), self.cfg.dropout_rate, keys[0])
+    if self.cfg.block_layout == "sequential":
+      x_bte += attended_bte
+      return x_bte + dropout(self.mlp(self.mlp_norm(x_bte)), self.cfg.dropout_rate, keys[1])
+    return x_bte + attended_bte + dropout(self.mlp(y_bte), self.cfg.dropout_rate, keys[1])
+
+
+class Transformer(nnx.Module):
+  """Embedding, layers, final norm and logits. Call it for hidden states; `logits` and `cross_entropy` finish."""
+
+  def __init__(self, cfg, rngs):
+    self.cfg = cfg
+    E, V = cfg.emb_dim, cfg.vocab_size
+    make = functools.partial(weight, rngs, dtype=cfg.weight_dtype)
+    self.embedding_ve = make((V, E), ("vocab", "embed"), normal_init(cfg.embedding_init_std))
+    if cfg.position_embedding == "learned":
+      rows = cfg.trainable_position_size or cfg.max_target_length
+      self.position_embedding_te = make((rows, E), (None, "embed"), normal_init(cfg.embedding_init_std))
+    if cfg.position_embedding == "relative_bias":
+      shape = (cfg.relative_bias_buckets, cfg.num_query_heads)
+      self.relative_bias_dn = make(shape, (None, "heads"), dense_init(cfg, *shape))
+    self.layers = stacked(lambda rngs: Block(cfg, rngs), rngs, cfg.num_decoder_layers)
+    self.final_norm = Norm(cfg, rngs, cfg.normalization, E)
+    if not cfg.logits_via_embedding:
+      self.wl_ve = make((V, E), ("vocab", "embed"), dense_init(cfg, E, V))
+    if cfg.logits_bias:
+      self.bl_v = make((V,), ("vocab",), constant_init(0.0))
+
+  def embed(self, tokens_bt, positions_bt):
+    """Hidden states [b, t, e] that enter the first layer."""
+    cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
+    # Gathered over the embed dimension first: the partitioner would replicate whole look-ups otherwise.
+    table_ve = shard(self.embedding_ve[...].astype(dtype), "vocab", "act_embed")
+    if cfg.use_iota_embed:
+      onehot_btv = shard(jax.nn.one_hot(tokens_bt, cfg.vocab_size, dtype=dtype), "batch", "length", "act_vocab")
+      x_bte = jnp.einsum("btv,ve->bte", onehot_btv, table_ve)
+    else:
+      x_bte = table_ve[tokens_bt]
+    if cfg.scale_embedding:
+      x_bte *= jnp.asarray(math.sqrt(cfg.emb_dim), dtype)
+    if cfg.position_embedding == "learned":
+      x_bte += self.position_embedding_te[...].astype(dtype)[positions_bt]
+    elif cfg.position_embedding == "sinusoidal":
+      x_bte += sinusoid(positions_bt, cfg.emb_dim).astype(dtype)
+    return shard(x_bte, "batch", "length", "act_embed")
+
+  def __call__(self, tokens_bt, positions_bt, segments_bt, dropout_key=None):
+    """Hidden states [b, t, e] after the final norm, and statistics of the layers' outputs.
+
+    Args:
+      tokens_bt, positions_bt, segments_bt: int32. Attention stays within a segment; segment 0 is padding.
+      dropout_key: None turns dropout off.
+    """
+    cfg = self.cfg
+    keys = None
+    if dropout_key is not None and cfg.enable_dropout and (cfg.dropout_rate or cfg.input_dropout_rate):
+      dropout_key, *_ = keys = jax.random.split(dropout_key, 1 + cfg.num_decoder_layers)
+      keys = keys[1:]
+    else:
+      dropout_key = None
+    x_bte = dropout(self.embed(tokens_bt, positions_bt), cfg.input_dropout_rate, dropout_key)
+    angles = rope_angles(cfg, positions_bt) if cfg.position_embedding.startswith("rope") else None
+    bias_nd = None
+    if cfg.position_embedding == "relative_bias":
+      bias_nd = self.relative_bias_dn[...].astype(jnp.float32)[relative_buckets(cfg)].T
+
+    graph, layers = nnx.split(self.layers)
+
+    def layer(x_bte, weights_and_key):
+      weights, key = weights_and_key
+      x_bte = nnx.merge(graph, weights)(x_bte, segments_bt, angles, bias_nd, key)
+      return shard(x_bte, "batch", "length", "act_embed"), statistics(x_bte) if cfg.record_internal_nn_metrics else None
+
+    unroll = 1 if cfg.scan_layers else cfg.num_decoder_layers
+    x_bte, stats = jax.lax.scan(remat(cfg, layer), x_bte, (nnx.to_pure_dict(layers), keys), unroll=unroll)
+    return self.final_norm(x_bte), stats or {}
+
+  def head(self):
+    """The weights that make logits of hidden states: {"w_ve": [vocab, embed], "b_v": [vocab] or absent}."""
+    w = self.embedding_ve if self.cfg.logits_via_embedding else self.wl_ve
+    head = {"w_ve": shard(w[...].astype(self.cfg.dtype), "vocab", None)}
+    return head | ({"b_v": self.bl_v[...]} if self.cfg.logits_bias else {})
+
+  def logits(self, hidden_bte):
+    """Float32 logits [b, t, v]."""
+    head = self.head()
+    return finish_logits(self.cfg, raw_logits(head, hidden_bte), head.get("b_v"))
+
+
+def remat(cfg, layer):
+  """`layer` with what its backward pass finds saved chosen by remat_policy."""
+  policies = jax.checkpoint_policies
+  if cfg.remat_policy == "none":
+    return layer
+  if cfg.remat_policy == "full":
+    policy = policies.nothing_saveable
+  elif cfg.remat_policy == "minimal":
+    policy = policies.dots_with_no_batch_dims_saveable
+  else:
+    policy = policies.save_only_these_names(*REMAT_NAMES.get(cfg.remat_policy, cfg.remat_names))
+  return jax.checkpoint(layer, policy=policy, prevent_cse=not cfg.scan_layers)
+
+
+def statistics(x_bte):
+  """Mean, standard deviation and share of zeros of a layer's output."""
+  x = x_bte.astype(jnp.float32)
+  return {"mean": jnp.mean(x), "stdev": jnp.std(x), "fraction_zero": jnp.mean(x == 0)}
+
+
+def raw_logits(head, hidden_bte):
+  """Products [b, t, v] of hidden states and vocabulary, accumulated and kept in float32."""
+  z_btv = jnp.einsum("bte,ve->btv", hidden_bte, head["w_ve"], preferred_element_type=jnp.float32)
+  return shard(z_btv, "batch", "length", "act_vocab")
+
+
+def finish_logits(cfg, z_btv, b_v):
+  """Float32 logits from raw_logits: scale, bias (or None) and soft cap."""
+  if cfg.logits_via_embedding and cfg.normalize_embedding_logits:
+    z_btv = z_btv / math.sqrt(cfg.emb_dim)
+  if b_v is not None:
+    z_btv = z_btv + b_v.astype(jnp.float32)
+  if cfg.final_logits_soft_cap:
+    z_btv = cfg.final_logits_soft_cap * jnp.tanh(z_btv / cfg.final_logits_soft_cap)
+  return z_btv
+
+
+def token_losses(cfg, z_btv, b_v, targets_bt, weights_bt):
+  """Weighted sums over tokens from raw logits: (objective, {"nll", "correct"}).
+
+  The objective is the negative log-likelihood plus z_loss_multiplier * log(Z)^2 (PaLM, section 5).
+  """
+  z_btv = finish_logits(cfg, z_btv, b_v)
+  max_bt = jax.lax.stop_gradient(jnp.max(z_btv, axis=-1))
+  log_z_bt = max_bt + jnp.log(jnp.sum(jnp.exp(z_btv - max_bt[..., None]), axis=-1))
+  # A comparison instead of a gather: it partitions over a sharded vocabulary and its gradient is no scatter.
+  hit_btv = jax.lax.broadcasted_iota(targets_bt.dtype, z_btv.shape, 2) == targets_bt[..., None]
+  target_bt = jnp.sum(jnp.where(hit_btv, z_btv, 0.0), axis=-1)
+  nll = jnp.sum((log_z_bt - target_bt) * weights_bt)
+  correct = jnp.sum((target_bt >= max_bt) * weights_bt)
+  objective = nll
+  if cfg.z_loss_multiplier:
+    objective += cfg.z_loss_multiplier * jnp.sum(jnp.square(log_z_bt) * weights_bt)
+  return objective, {"nll": nll, "correct": correct}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def cross_entropy(cfg, head, hidden_bte, targets_bt, weights_bt):
+  """token_losses of hidden states and head(), in `num_vocab_tiling` pieces: only one piece's logits stand at a time.
+
+  Differentiable in head and hidden_bte. The gradient is formed together with the loss, so that no logits are kept for
+  the backward pass or computed twice.
+  """
+
+  def losses(hidden_bte, targets_bt, weights_bt):
+    return token_losses(cfg, raw_logits(head, hidden_bte), head.get("b_v"), targets_bt, weights_bt), None
+
+  return in_pieces(cfg, losses, hidden_bte, targets_bt, weights_bt)[0]
+
+
+def _cross_entropy_forward(cfg, head, hidden_bte, targets_bt, weights_bt):
+  def losses_and_gradients(hidden_bte, targets_bt, weights_bt):
+    gradient = jax.value_and_grad(functools.partial(token_losses, cfg), argnums=(0, 1), has_aux=True)
+    sums, (dz_btv, db_v) = gradient(raw_logits(head, hidden_bte), head.get("b_v"), targets_bt, weights_bt)
+    dz_btv = dz_btv.astype(hidden_bte.dtype)  # or the two products below would run in float32
+    dw_ve = jnp.einsum("btv,bte->ve", dz_btv, hidden_bte, preferred_element_type=jnp.float32)
+    dhead = {"w_ve": dw_ve} if db_v is None else {"w_ve": dw_ve, "b_v": db_v}
+    return (sums, dhead), jnp.einsum("btv,ve->bte", dz_btv, head["w_ve"])
+
+  (sums, dhead), dhidden_bte = in_pieces(cfg, losses_and_gradients, hidden_bte, targets_bt, weights_bt)
+  return sums, (jax.tree.map(lambda d, w: d.astype(w.dtype), dhead, head), dhidden_bte)
+
+
+def _cross_entropy_backward(cfg, gradients, cotangent):
+  del cfg
+  scale = cotangent[0]  # of the objective; the other sums are for reading
+  dhead, dhidden_bte = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
+  return dhead, dhidden_bte, None, None
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def in_pieces(cfg, function, *arrays):
+  """function(*arrays) -> (sums, per_token), computed in `num_vocab_tiling` pieces of the length of arrays [b, t, ...].
+
+  A piece takes every num_vocab_tiling-th position, so that a length sharded over devices stays where it is.
+  """
+  count = cfg.num_vocab_tiling
+  if count == 1:
+    return function(*arrays)
+
+  def split(x):
+    b, t, *rest = x.shape
+    x = jnp.moveaxis(x.reshape(b, t // count, count, *rest), 2, 0)
+    return shard(x, None, "batch", "length", *(None,) * len(rest))
+
+  def join(x):
+    _, b, t, *rest = x.shape
+    return jnp.moveaxis(x, 0, 2).reshape(b, t * count, *rest)
+
+  def add_piece(total, piece):
+    sums, per_token = function(*piece)
+    return jax.tree.map(jnp.add, total, sums), per_token
+
+  pieces = [split(x) for x in arrays]
+  sums = jax.eval_shape(function, *(p[0] for p in pieces))[0]
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
+  sums, per_token = jax.lax.scan(add_piece, zeros, pieces)
+  return sums, jax.tree.map(join, per_token)
+
+
+def initialize(cfg, key):
+  """Random parameters as a nested dict of arrays."""
+  return nnx.to_pure_dict(nnx.state(Transformer(cfg, nnx.Rngs(params=key)), nnx.Param))
+
+
+def abstract(cfg):
+  """(graph, shapes, axes) without allocating: `nnx.merge(graph, parameters)` is the model.
+
+  shapes is the nested dict of jax.ShapeDtypeStruct that initialize() fills, axes the same of logical axis names.
+  """
+  graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(cfg, nnx.Rngs(params=jax.random.key(0)))))
+  axes = jax.tree.map(lambda p: p.get_metadata("logical_axes"), state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+  return graph, nnx.to_pure_dict(state), nnx.to_pure_dict(axes)

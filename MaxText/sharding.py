@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device mesh, and where every array lives on it: logical axis names -> mesh axes, by the rules of the config."""
+
+import contextlib
+import contextvars
+import math
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from MaxText.pyconfig import MESH_AXES
+
+_RULES = contextvars.ContextVar("logical axis rules")
+
+
+def make_mesh(cfg, devices):
+  """The mesh of a resolved config over `devices`: hybrid (dcn x ici) when they span several slices.
+
+  Axis types are Auto: our own constraints decide, XLA's partitioner fills in the rest.
+  """
+  if math.prod(cfg.dcn_mesh_shape) > 1 and len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+    grid = mesh_utils.create_hybrid_device_mesh(
+        cfg.ici_mesh_shape, cfg.dcn_mesh_shape, devices, allow_split_physical_axes=True)
+  elif math.prod(cfg.dcn_mesh_shape) > 1:  # slices emulated on devices that know of none (CPU, GPU): outermost first
+    grid = np.asarray(devices).reshape(*cfg.dcn_mesh_shape, *cfg.ici_mesh_shape)
+    order = [axis for pair in zip(range(6), range(6, 12), strict=True) for axis in pair]
+    grid = grid.transpose(order).reshape([d * i for d, i in zip(cfg.dcn_mesh_shape, cfg.ici_mesh_shape, strict=True)])
+  else:
+    grid = mesh_utils.create_device_mesh(cfg.ici_mesh_shape, devices, allow_split_physical_axes=True)
+  return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+@contextlib.contextmanager
+def use(mesh, rules):
+  """Makes `mesh` and the logical axis `rules` (pairs of name and mesh axes) those that spec() and shard() obey."""
+  token = _RULES.set(dict(rules))
+  try:
+    with jax.set_mesh(mesh):
+      yield mesh
+  finally:
+    _RULES.reset(token)
+
+
+def mesh_axes(*axes):
+  """Per logical axis (None: not sharded) the tuple of mesh axes that shard it. Raises KeyError on an unknown name.
+
+  A mesh axis can shard only one dimension of an array: it counts where it first appears.
+  """
+  rules, used, parts = _RULES.get(), set(), []
+  for axis in axes:
+    parts.append(tuple(a for a in (rules[axis] if axis is not None else ()) if a not in used))
+    used.update(parts[-1])
+  return parts
+
+
+def spec(*axes):
+  """PartitionSpec of an array with these logical axes. Raises KeyError on an unknown name."""
+  return PartitionSpec(*(part or None for part in mesh_axes(*axes)))
+
+
+def shard(x, *axes):
+  """Constrains activation x to the mesh by logical axis names. Raises KeyError on an unknown name."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.size == 1:
+    _ = spec(*axes)  # a typo fails on a laptop too
+    return x
+  return jax.lax.with_sharding_constraint(x, spec(*axes))
+
+
+def weight(rngs, shape, axes, init, dtype):
+  """Declares a weight: its shape, the logical axis of each dimension, and init(key, shape, dtype)."""
+  assert len(shape) == len(axes), (shape, axes)
+  return nnx.Param(init(rngs.params(), shape, dtype), logical_axes=axes)
+
+
+def stacked(make, rngs, count):
+  """`count` modules make(rngs) as one module whose weights have a leading "layers" dimension."""
+  keys = jax.random.split(rngs.params(), count)
+  build = nnx.vmap(lambda key: make(nnx.Rngs(params=key)), transform_metadata={nnx.PARTITION_NAME: None})
+  module = build(keys)
+  for _, param in nnx.iter_graph(module):
+    if isinstance(param, nnx.Param):
+      param.set_metadata("logical_axes", ("layers", *param.get_metadata("logical_axes")))
+  return module
