@@ -57,9 +57,7 @@ OLD_VALUES = {
     ("enable_profiler", "true"): "xplane",
     ("record_internal_nn_metrics", "0"): "false",
     ("record_internal_nn_metrics", "1"): "true",
-    ("remat_policy", "minimal_flash"): "minimal",
     ("remat_policy", "proj"): "save_qkv_proj",
-    ("remat_policy", "qkv_proj_offloaded"): "save_qkv_proj",
     ("reuse_example_batch", "0"): "false",
     ("reuse_example_batch", "1"): "true",
     ("tokenizer_type", "sentence_piece"): "sentencepiece",
@@ -101,7 +99,7 @@ GONE_KEYS = {
     "mesh_axes": ((), "the mesh axes are " + ", ".join(MESH_AXES)),
     "model_name": (("default",), "give the model's recipe instead, such as configs/llama2_7b.yml"),
     "opt_type": (("adamw",), "the optimizer is AdamW; update_rms_cap caps updates"),
-    "param_scan_axis": ((), "the layers are always the first dimension of stacked weights"),
+    "param_scan_axis": (("0",), "the layers are always the first dimension of stacked weights"),
     "prompt": ((), _DECODE),
     "quantization": (("",), _INT8),
     "sampling_temperature": ((), _DECODE),
@@ -213,8 +211,9 @@ class Config:
   __slots__ = ("_hash", "_values", "facts", "given")
 
   def __init__(self, given, facts=None):
+    validate_each(given)
     values = derive(given)
-    validate(values)
+    validate_together(values)
     if facts is not None:
       values |= resolved(values, facts)
     for name, value in (("given", given), ("facts", facts), ("_values", values),
@@ -266,8 +265,11 @@ def load(argv, *, need_run_name=True):
     key, equals, value = argument.partition("=")
     if equals and (re.fullmatch(r"-*\w+", key) or not argument.endswith((".yml", ".yaml"))):
       assign(given, named, parts, key, value, "")
-    else:
-      merge_file(given, named, parts, loaded, find(argument))
+      continue
+    path = find(argument)
+    if os.path.samefile(path, BASE) and (named or len(loaded) > 1):
+      raise ConfigError(f"{show(argument)} must come first: what follows overrides it.")
+    merge_file(given, named, parts, loaded, path)
   join_old_keys(given, named, parts)
   if not given["run_name"]:
     given["run_name"] = os.environ.get("JOBSET_NAME", "")
@@ -319,8 +321,7 @@ def find(path):
 
 def assign(given, named, parts, key, value, where):
   """Sets one key to a value as written, in today's name, and notes old names."""
-  old_value = value if not isinstance(value, str) else OLD_VALUES.get(
-      (key, value.lower() if key not in base() or isinstance(base()[key], bool) else value), value)  # fmt: skip
+  todays = OLD_VALUES.get((key, value.lower()), value) if isinstance(value, str) else value
   if key in OLD_PARTS:
     parts[key] = unquoted(value) if isinstance(value, str) else show(value)
     note(f"note: {key}={show(value)}{where} is read as part of {OLD_PARTS[key]}.")
@@ -337,9 +338,9 @@ def assign(given, named, parts, key, value, where):
       if bare in given:
         raise ConfigError(f"unknown key {key}={show(value)}{where}. Write {bare}={show(value)}")
       raise ConfigError(f"unknown key {show(key)}={show(value)}{where}.{nearest(key, given)} All keys: configs/base.yml")
-    given[name] = typed(name, old_value, given[name], where)
+    given[name] = typed(name, todays, given[name], where)
     named.add(name)
-  if keys != (key,) or old_value is not value:
+  if keys != (key,) or todays is not value:
     note(f"note: {key}={show(value)}{where} is now " + ", ".join(f"{name}={show(given[name])}" for name in keys) + ".")
 
 
@@ -475,7 +476,10 @@ def typed(key, value, like, where=""):
     if isinstance(value, str):
       source = unquoted(value).strip()
       if source.startswith("["):
-        items = parse(f"{key}: {source}", f"{key}=")[key][0]
+        try:
+          items = parse(f"{key}: {source}", "")[key][0]
+        except ConfigError:
+          wrong("must be a list of names, such as [a, b].")
       else:
         items = [item.strip() for item in source.split(",")] if source else []
     if key == "logical_axis_rules":
@@ -568,7 +572,7 @@ def derive(given):
     v[key] = ",".join(os.path.expanduser(part.strip()) for part in v[key].split(","))
   for size in ("emb_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_decoder_layers"):
     v[size] = v[f"base_{size}"]
-  run = "/".join((v["base_output_directory"].rstrip("/") or "/", v["run_name"])) if v["run_name"] else ""
+  run = f"{v['base_output_directory'].rstrip('/')}/{v['run_name']}" if v["run_name"] else ""
   v["run_directory"] = run
   for name, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard"), ("metrics", "metrics")):
     v[f"{name}_directory"] = f"{run}/{folder}" if run else ""
@@ -587,23 +591,27 @@ def derive(given):
   return v
 
 
-def validate(v):
-  """Raises ConfigError for the first rule broken that needs no device to judge."""
+def need(holds, message):
+  if not holds:
+    raise ConfigError(message)
 
-  def need(holds, message):
-    if not holds:
-      raise ConfigError(message)
 
+def validate_each(given):
+  """Raises ConfigError for the first value that is none of its key's choices or out of its range."""
   for key, allowed in CHOICES.items():
-    for value in v[key] if isinstance(v[key], tuple) else (v[key],):
+    for value in given[key] if isinstance(given[key], tuple) else (given[key],):
       if value not in allowed:
+        names = ", ".join(json.dumps(choice) for choice in allowed)
         hint = nearest(value, allowed) if isinstance(value, str) else ""
-        raise ConfigError(f"{key}={show(value)} must be one of {', '.join(json.dumps(c) for c in allowed)}.{hint}")
+        raise ConfigError(f"{key}={show(value)} must be one of {names}.{hint}")
   for key, (low, high, *extra) in RANGES.items():
     also = f" or {extra[0]}" if extra else ""
-    need(low <= v[key] <= high or v[key] in extra, f"{key}={show(v[key])} must be from {low:,} to {high:,}{also}."
-         .replace(",", "_"))  # fmt: skip
+    need(low <= given[key] <= high or given[key] in extra,
+         f"{key}={show(given[key])} must be from {low:_} to {high:_}{also}.")  # fmt: skip
 
+
+def validate_together(v):
+  """Raises ConfigError for the first rule about derived and combined values broken, of those that need no device."""
   need(v["steps"] != -1, "steps=-1 takes learning_rate_schedule_steps, which is -1 too. Give one of them.")
   schedule = v["learning_rate_schedule_steps"]
   need(v["warmup_steps"] <= schedule, f"warmup_steps={v['warmup_steps']} must not be more than "
@@ -620,7 +628,8 @@ def validate(v):
        "dash. Where runs go is base_output_directory.")  # fmt: skip
   out = v["base_output_directory"]
   need(out, "base_output_directory= is empty. Give a directory or gs://bucket/path; . is the working directory.")
-  for key in ("base_output_directory", "load_parameters_path", "load_full_state_path", "dataset_path", "tokenizer_path"):
+  for key in ("base_output_directory", "load_parameters_path", "load_full_state_path", "dataset_path",
+              "eval_dataset_path", "tokenizer_path"):  # fmt: skip
     need("://" not in v[key].replace("gs://", ""), f"{key}={show(v[key])} must be a local path or gs://bucket/path.")
   for key in ("metrics_file", "data_cache_dir"):
     need("://" not in v[key], f"{key}={show(v[key])} must be a local path.")
@@ -642,7 +651,7 @@ def validate(v):
     for key, paths in inputs.items():
       for path in paths:
         if path and not path.startswith("gs://"):
-          need(os.path.exists(path) or glob.glob(path, recursive=True),
+          need(os.path.exists(path) or any(glob.iglob(path, recursive=True)),
                f"{key}={show(path)} does not exist (working directory {os.getcwd()}). Check the path.")
           need(not os.path.exists(path) or os.access(path, os.R_OK), f"{key}={show(path)} is not readable. Check its permissions.")
   parent = os.path.abspath(v["run_directory"] or out)
@@ -685,7 +694,8 @@ def validate(v):
   need(v["tokenizer_type"] != "sentencepiece" or v["tokenizer_path"],
        "tokenizer_type=sentencepiece needs tokenizer_path, a SentencePiece model file.")
   need(v["tokenizer_type"] == "sentencepiece" or not v["tokenizer_path"],
-       f"tokenizer_type={v['tokenizer_type']} does not read tokenizer_path={show(v['tokenizer_path'])}. Give one of them.")
+       f"tokenizer_type={v['tokenizer_type']} does not read tokenizer_path={show(v['tokenizer_path'])}. "
+       "Set tokenizer_type=sentencepiece or leave tokenizer_path out.")  # fmt: skip
 
   # Mesh.
   for net in ("ici", "dcn"):
@@ -745,14 +755,13 @@ def resolved(v, facts):
 
   def rows(key):
     count = v[key] * num_devices
-    if abs(count - round(count)) > 1e-6 * count or round(count) < 1:
-      raise ConfigError(f"{key}={v[key]} x {num_devices} devices makes {count:g} rows, not a whole number. "
-                        f"Set {key}={max(1, round(count)) / num_devices:g}.")  # fmt: skip
-    if round(count) % shards["batch"]:
-      up = -(-round(count) // shards["batch"]) * shards["batch"]
-      raise ConfigError(f"{key}={v[key]} x {num_devices} devices makes {round(count)} rows, not a multiple of {shards['batch']}: "
-                        f"{sharded_over('batch')}. Set {key}={up / num_devices:g} or change the mesh.")  # fmt: skip
-    return round(count)
+    whole = round(count)
+    enough = max(1, math.ceil(count / shards["batch"] - 1e-6)) * shards["batch"] / num_devices
+    makes, way_out = f"{key}={v[key]} x {num_devices} devices makes {count:g} rows", f"Set {key}={enough:.9g}"
+    need(whole and abs(count - whole) <= 1e-6 * count, f"{makes}, not a whole number. {way_out}.")
+    need(whole % shards["batch"] == 0, f"{makes}, not a multiple of {shards['batch']}: {sharded_over('batch')}. "
+         f"{way_out} or change the mesh.")  # fmt: skip
+    return whole
 
   r["micro_batch_size"] = rows("per_device_batch_size")
   r["global_batch_size"] = r["micro_batch_size"] * v["gradient_accumulation_steps"]
@@ -768,7 +777,7 @@ def resolved(v, facts):
   else:
     token_bytes = 4 * local_rows * v["vocab_size"] // shards["act_vocab"]
     r["num_vocab_tiling"] = next(n for n in range(1, local_length + 1) if local_length % n == 0
-                                 and (token_bytes * local_length // n <= LOGITS_BYTES[platform] or n == local_length))  # fmt: skip
+                                 and (token_bytes * local_length // n <= LOGITS_BYTES.get(platform, LOGITS_BYTES["cpu"]) or n == local_length))  # fmt: skip
   return r
 
 
@@ -839,15 +848,16 @@ def dump(cfg, path):
 
 def describe(cfg):
   """Lines that say what differs from base.yml, and what resolve() decided."""
-  lines = []
+  overrides = []
   for key, value in cfg.given.items():
     if key == "logical_axis_rules":
       value = tuple(rule for rule in value if rule not in base()[key])
-    if value != base()[key] and value != ():
-      lines.append(f"{key}={show(value)}")
+    if value != base()[key] and (value or key != "logical_axis_rules"):
+      overrides.append(f"{key}={show(value)}")
+  lines = ["config: " + ", ".join(overrides)] if overrides else []
   if cfg.facts:
     mesh = [f"{axis}={size}" for axis, size in zip(MESH_AXES, cfg.mesh_shape, strict=True) if size > 1]
-    lines.append(f"-> {cfg.num_devices} {cfg.platform} device(s), {cfg.num_slices} slice(s), mesh {' x '.join(mesh) or '1'}, "
-                 f"dtype {cfg.dtype}, attention {cfg.attention}, logits in {cfg.num_vocab_tiling} piece(s), "
-                 f"{cfg.global_batch_size} rows of {cfg.max_target_length} tokens per step")  # fmt: skip
+    lines.append(f"devices: {cfg.num_devices} x {cfg.facts[1]}, slices: {cfg.num_slices}, "
+                 f"mesh: {' x '.join(mesh) or 'none'}, dtype: {cfg.dtype}, attention: {cfg.attention}, "
+                 f"logits in pieces: {cfg.num_vocab_tiling}, tokens per step: {cfg.global_batch_size} x {cfg.max_target_length}")  # fmt: skip
   return lines
