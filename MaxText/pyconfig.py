@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and key=value arguments -> one frozen, hashable Config: loaded, derived, validated; resolved once devices are known."""
+"""Files and key=value arguments -> one frozen, hashable Config: derived, validated, resolved once devices are known."""
 
 import functools
 import glob
@@ -166,7 +166,7 @@ RANGES = _PARALLELISM | {
     "learning_rate_schedule_steps": (1, 10**9, -1),
     "log_period": (1, 10**9),
     "max_corpus_chars": (1, 10**12),
-    "max_dataset_chars": (1, 10**12),
+    "max_dataset_chars": (0, 10**12),
     "max_num_checkpoints_to_keep": (1, 10**6),
     "max_skipped_steps": (1, 10**9),
     "max_target_length": (1, 10**8),
@@ -274,7 +274,7 @@ def load(argv, *, need_run_name=True):
   if not given["run_name"]:
     given["run_name"] = os.environ.get("JOBSET_NAME", "")
   if need_run_name and not given["run_name"]:
-    raise ConfigError("run_name= is empty. Name the run: run_name=demo (or set JOBSET_NAME); its files go to runs/demo.")
+    raise ConfigError("run_name= is empty. Name the run, as its directory will be called: run_name=demo.")
   return Config(expand(given, named))
 
 
@@ -337,7 +337,8 @@ def assign(given, named, parts, key, value, where):
       bare = name.lstrip("-").replace("-", "_")
       if bare in given:
         raise ConfigError(f"unknown key {key}={show(value)}{where}. Write {bare}={show(value)}")
-      raise ConfigError(f"unknown key {show(key)}={show(value)}{where}.{nearest(key, given)} All keys: configs/base.yml")
+      hint = nearest(key, given)
+      raise ConfigError(f"unknown key {show(key)}={show(value)}{where}.{hint} All keys: configs/base.yml")
     given[name] = typed(name, todays, given[name], where)
     named.add(name)
   if keys != (key,) or todays is not value:
@@ -352,16 +353,16 @@ def join_old_keys(given, named, parts):
     named.add("tokenizer_path")
   step = parts.get("load_from_other_directory_step", "-1")
   if step != "-1":
-    if not given["load_full_state_path"] or not step.isdecimal():
-      raise ConfigError(f"load_from_other_directory_step={show(step)} is not a step of load_full_state_path="
-                        f"{show(given['load_full_state_path'])}. Give load_full_state_path=<run directory>/checkpoints/<step>.")  # fmt: skip
+    need(given["load_full_state_path"] and step.isdecimal(),
+         f"load_from_other_directory_step={show(step)} is no step of load_full_state_path="
+         f"{show(given['load_full_state_path'])}. Give load_full_state_path=<checkpoints>/<step>.")  # fmt: skip
     given["load_full_state_path"] = os.path.join(given["load_full_state_path"], step)
 
 
 def expand(given, named):
   """Writes out what one key says about others: sizes of global_parameter_scale, the type of tokenizer_path.
 
-  Done where keys are given, because only there "given" and "default" differ; the config saved with a run has the result.
+  Done where keys are given, because only there "given" and "default" differ. A saved config has the result.
   """
   given = dict(given)
   if given["tokenizer_path"] and "tokenizer_type" not in named:
@@ -394,7 +395,7 @@ def read(path):
     with open(path, "rb") as file:
       data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
-      raise ConfigError(f"{show(name)} is larger than {MAX_FILE_BYTES} bytes, which no config is. Name a YAML file of keys.")
+      raise ConfigError(f"{show(name)} has more than {MAX_FILE_BYTES} bytes: no config. Name a YAML file of keys.")
     return parse(data.decode(), name)
   except OSError as error:
     raise ConfigError(f"config file {show(name)} cannot be read: {error.strerror}. Check its permissions.") from None
@@ -442,7 +443,7 @@ def parse(source, name):
       key = str(value(event, 1))
       item = value(next(events), 1)
       if key in pairs:
-        raise ConfigError(f"duplicate key {show(key)}={show(item)}{where(event)}, first{pairs[key][1]}. Delete one of them.")
+        raise ConfigError(f"duplicate key {show(key)}={show(item)}{where(event)}, first{pairs[key][1]}. Delete one.")
       pairs[key] = (item, where(event))
     if (event := next(events, None)) is not None:
       refuse(event, "a second YAML document is not allowed")
@@ -450,7 +451,8 @@ def parse(source, name):
     line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
     raise ConfigError(f"{show(name)}{line} is not YAML: {show(error.problem)}. Write `key: value` lines.") from None
   except yaml.YAMLError as error:
-    raise ConfigError(f"{show(name)} is not YAML: {show(getattr(error, 'reason', error))}. Write `key: value` lines.") from None
+    reason = show(getattr(error, "reason", error))
+    raise ConfigError(f"{show(name)} is not YAML: {reason}. Write `key: value` lines.") from None
   return pairs
 
 
@@ -563,7 +565,7 @@ def note(line):
 
 
 def derive(given):
-  """All values: those given, with -1, 0.0 and "~" replaced by what base.yml says they stand for, and those that follow."""
+  """All values: those given, with -1, 0.0 and "~" replaced by what they stand for, and those that follow from them."""
   v = dict(given)
   for key in ("base_output_directory", "jax_cache_dir", "data_cache_dir", "metrics_file", "tokenizer_path",
               "load_parameters_path", "load_full_state_path"):  # fmt: skip
@@ -611,74 +613,73 @@ def validate_each(given):
 
 
 def validate_together(v):
-  """Raises ConfigError for the first rule about derived and combined values broken, of those that need no device."""
+  """Raises ConfigError for the first rule broken about derived and combined values, of those that need no device."""
+
+  def these(*keys):
+    return " and ".join(f"{key}={show(v[key])}" for key in keys)
+
+  # Steps.
   need(v["steps"] != -1, "steps=-1 takes learning_rate_schedule_steps, which is -1 too. Give one of them.")
-  schedule = v["learning_rate_schedule_steps"]
-  need(v["warmup_steps"] <= schedule, f"warmup_steps={v['warmup_steps']} must not be more than "
-       f"learning_rate_schedule_steps={schedule}. Lower it, or give warmup_steps_fraction instead.")  # fmt: skip
-  need(v["adam_eps"] or v["adam_eps_root"], "adam_eps=0.0 and adam_eps_root=0.0 divide by zero where a gradient is 0. "
-       "Set adam_eps=1e-8.")  # fmt: skip
+  need(v["warmup_steps"] <= v["learning_rate_schedule_steps"], f"{these('warmup_steps')} must not be more than "
+       f"{these('learning_rate_schedule_steps')}. Lower it, or give warmup_steps_fraction instead.")  # fmt: skip
+  need(v["adam_eps"] or v["adam_eps_root"],
+       f"{these('adam_eps', 'adam_eps_root')} divide by zero where a gradient is 0. Set adam_eps=1e-8.")
   need(v["target_eval_loss"] == 0 or v["eval_interval"] != -1,
-       f"target_eval_loss={v['target_eval_loss']} is never reached with eval_interval=-1. Set eval_interval=100.")
+       f"{these('target_eval_loss')} is never reached with eval_interval=-1. Set eval_interval=100.")
 
   # Run and paths.
-  name = v["run_name"]
-  need(not name or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name),
-       f"run_name={show(name)} must be letters, digits, dot, underscore and dash, at most 128, not starting with a dot or "
-       "dash. Where runs go is base_output_directory.")  # fmt: skip
+  need(not v["run_name"] or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", v["run_name"]),
+       f"{these('run_name')} must be at most 128 letters, digits, dots, underscores and dashes, and not start with a dot "
+       "or dash. Where runs go is base_output_directory.")  # fmt: skip
   out = v["base_output_directory"]
   need(out, "base_output_directory= is empty. Give a directory or gs://bucket/path; . is the working directory.")
   for key in ("base_output_directory", "load_parameters_path", "load_full_state_path", "dataset_path",
-              "eval_dataset_path", "tokenizer_path"):  # fmt: skip
-    need("://" not in v[key].replace("gs://", ""), f"{key}={show(v[key])} must be a local path or gs://bucket/path.")
+              "eval_dataset_path", "tokenizer_path", "jax_cache_dir"):  # fmt: skip
+    need("://" not in v[key].replace("gs://", ""), f"{these(key)} must be a local path or gs://bucket/path.")
   for key in ("metrics_file", "data_cache_dir"):
-    need("://" not in v[key], f"{key}={show(v[key])} must be a local path.")
+    need("://" not in v[key], f"{these(key)} must be a local path.")
   need(not v["gcs_metrics"] or out.startswith("gs://"),
-       f"gcs_metrics=true needs base_output_directory on gs://, and it is {show(out)}. Metrics are in the run directory.")
+       f"gcs_metrics=true needs a run on gs://, not {these('base_output_directory')}. Set gcs_metrics=false.")
   need(not v["load_parameters_path"] or not v["load_full_state_path"],
-       f"load_parameters_path={show(v['load_parameters_path'])} and load_full_state_path={show(v['load_full_state_path'])} "
-       "exclude each other. Give one.")  # fmt: skip
+       f"{these('load_parameters_path', 'load_full_state_path')} exclude each other. Give one.")
   need(not v["stack_trace_to_cloud"] or v["collect_stack_trace"],
        "stack_trace_to_cloud=true needs collect_stack_trace=true.")
-  topology = v["compile_topology"]
-  need(re.fullmatch(r"([A-Za-z0-9]+(-[A-Za-z0-9]+)*)?", topology),
-       f"compile_topology={show(topology)} must be a name such as v5e-256 or h100-8.")
-  if not os.path.isdir(v["run_directory"]):  # what a run has stored, it resumes with
-    inputs = {key: [v[key]] for key in ("load_parameters_path", "load_full_state_path")}
-    inputs["tokenizer_path"] = [v["tokenizer_path"]]
-    if v["dataset_type"] == "text":
-      inputs |= {key: v[key].split(",") for key in ("dataset_path", "eval_dataset_path")}
-    for key, paths in inputs.items():
-      for path in paths:
-        if path and not path.startswith("gs://"):
-          need(os.path.exists(path) or any(glob.iglob(path, recursive=True)),
-               f"{key}={show(path)} does not exist (working directory {os.getcwd()}). Check the path.")
-          need(not os.path.exists(path) or os.access(path, os.R_OK), f"{key}={show(path)} is not readable. Check its permissions.")
-  parent = os.path.abspath(v["run_directory"] or out)
+  need(re.fullmatch(r"([A-Za-z0-9]+(-[A-Za-z0-9]+)*)?", v["compile_topology"]),
+       f"{these('compile_topology')} must be a name such as v5e-256 or h100-8.")
+  if not os.path.isdir(v["run_directory"]):  # an existing run has stored what it read
+    keys = ["load_parameters_path", "load_full_state_path", "tokenizer_path"]
+    inputs = [(key, v[key]) for key in keys]
+    if v["dataset_type"] != "synthetic":
+      inputs += [(key, path) for key in ("dataset_path", "eval_dataset_path") for path in v[key].split(",")]
+    for key, path in inputs:
+      if path and not path.startswith("gs://"):
+        exists = os.path.exists(path)
+        need(exists or any(glob.iglob(path, recursive=True)),
+             f"{key}={show(path)} does not exist (seen from {show(os.getcwd())}). Check the path.")
+        need(not exists or os.access(path, os.R_OK), f"{key}={show(path)} is not readable. Check its permissions.")
   if not out.startswith("gs://"):
+    parent = os.path.abspath(v["run_directory"] or out)
     while not os.path.exists(parent):
       parent = os.path.dirname(parent)
-    need(os.path.isdir(parent), f"base_output_directory={show(out)} cannot hold runs: {show(parent)} is a file.")
+    need(os.path.isdir(parent), f"{these('base_output_directory')} cannot hold runs: {show(parent)} is a file.")
 
   # Model.
-  heads, kv_heads = v["num_query_heads"], v["num_kv_heads"]
-  need(heads % kv_heads == 0, f"base_num_query_heads={heads} must be a multiple of base_num_kv_heads={kv_heads}. "
+  heads, kv_heads, position = v["num_query_heads"], v["num_kv_heads"], v["position_embedding"]
+  need(heads % kv_heads == 0, f"{these('base_num_query_heads')} must be a multiple of {these('base_num_kv_heads')}. "
        f"Set base_num_kv_heads={math.gcd(heads, kv_heads)}.")  # fmt: skip
   need(1 <= len(v["mlp_activations"]) <= 2,
-       f"mlp_activations={show(v['mlp_activations'])} must be one name, or two for a gated layer: [silu, linear].")
-  position = v["position_embedding"]
+       f"{these('mlp_activations')} must be one name, or two for a gated layer: [silu, linear].")
   need(not position.startswith("rope") or v["head_dim"] % 2 == 0,
-       f"head_dim={v['head_dim']} must be even for position_embedding={position}.")
+       f"{these('head_dim')} must be even for {these('position_embedding')}.")
   need(position != "sinusoidal" or v["emb_dim"] % 2 == 0,
-       f"base_emb_dim={v['emb_dim']} must be even for position_embedding=sinusoidal.")
+       f"{these('base_emb_dim')} must be even for {these('position_embedding')}.")
   need(position != "learned" or v["trainable_position_size"] >= v["max_target_length"],
-       f"trainable_position_size={v['trainable_position_size']} must be at least max_target_length={v['max_target_length']}. "
-       "0 takes max_target_length.")  # fmt: skip
+       f"{these('trainable_position_size')} must be at least {these('max_target_length')}, which 0 takes.")
   need(position != "relative_bias" or v["attention"] in ("auto", "dot"),
-       f"attention={v['attention']} cannot add position_embedding=relative_bias. Set attention=dot.")
+       f"{these('attention')} cannot add {these('position_embedding')}. Set attention=dot.")
   need(v["attn_logits_soft_cap"] == 0 or v["attention"] != "cudnn",
-       f"attention=cudnn cannot apply attn_logits_soft_cap={v['attn_logits_soft_cap']}. Set attention=dot.")
-  need(v["attention"] != "cudnn" or v["dtype"] != "float32",
+       f"attention=cudnn cannot apply {these('attn_logits_soft_cap')}. Set attention=dot.")
+  need(v["dtype"] != "float32" or v["attention"] != "cudnn",
        "attention=cudnn cannot compute in dtype=float32. Set dtype=bfloat16 or attention=dot.")
   need(not v["normalize_embedding_logits"] or v["logits_via_embedding"],
        "normalize_embedding_logits=true needs logits_via_embedding=true.")
@@ -686,15 +687,15 @@ def validate_together(v):
        f"remat_policy=names saves nothing with remat_names=[]. Name some of {', '.join(CHOICES['remat_names'])}.")
 
   # Data.
-  kind, path = v["dataset_type"], v["dataset_path"]
-  need(kind != "text" or path, "dataset_type=text needs dataset_path. Give files, folders or globs.")
-  need(kind != "stdlib" or not path, f"dataset_path={show(path)} is not read with dataset_type=stdlib. Add dataset_type=text.")
+  kind, reads_path = v["dataset_type"], v["tokenizer_type"] == "sentencepiece"
+  need(kind != "text" or v["dataset_path"], "dataset_type=text needs dataset_path. Give files, folders or globs.")
+  need(kind != "stdlib" or not v["dataset_path"],
+       f"{these('dataset_path')} is not read with dataset_type=stdlib. Add dataset_type=text.")
   need(kind == "synthetic" or v["eval_fraction"] or v["eval_interval"] == -1 or v["eval_dataset_path"],
        "eval_fraction=0.0 leaves nothing to evaluate on. Raise it, give eval_dataset_path, or set eval_interval=-1.")
-  need(v["tokenizer_type"] != "sentencepiece" or v["tokenizer_path"],
+  need(v["tokenizer_path"] or not reads_path,
        "tokenizer_type=sentencepiece needs tokenizer_path, a SentencePiece model file.")
-  need(v["tokenizer_type"] == "sentencepiece" or not v["tokenizer_path"],
-       f"tokenizer_type={v['tokenizer_type']} does not read tokenizer_path={show(v['tokenizer_path'])}. "
+  need(reads_path or not v["tokenizer_path"], f"{these('tokenizer_type')} does not read {these('tokenizer_path')}. "
        "Set tokenizer_type=sentencepiece or leave tokenizer_path out.")  # fmt: skip
 
   # Mesh.
@@ -742,12 +743,9 @@ def resolved(v, facts):
     return f'"{name}" is sharded over ' + " x ".join(f"{axis}={along[axis]}" for axis in rules[name] if along[axis] > 1)
 
   for name, key in (
-      ("length", "max_target_length"),
-      ("embed", "base_emb_dim"), ("act_embed", "base_emb_dim"), ("norm", "base_emb_dim"),
-      ("heads", "base_num_query_heads"), ("act_heads", "base_num_query_heads"),
-      ("kv_heads", "base_num_kv_heads"), ("act_kv_heads", "base_num_kv_heads"),
-      ("head_dim", "head_dim"), ("mlp", "base_mlp_dim"), ("act_mlp", "base_mlp_dim"),
-      ("vocab", "vocab_size"), ("act_vocab", "vocab_size"), ("layers", "base_num_decoder_layers"),
+      ("length", "max_target_length"), ("embed", "base_emb_dim"), ("norm", "base_emb_dim"),
+      ("heads", "base_num_query_heads"), ("act_heads", "base_num_query_heads"), ("kv_heads", "base_num_kv_heads"),
+      ("head_dim", "head_dim"), ("mlp", "base_mlp_dim"), ("vocab", "vocab_size"), ("layers", "base_num_decoder_layers"),
   ):  # fmt: skip
     if v[key] % shards[name]:
       raise ConfigError(f"{key}={v[key]} must be a multiple of {shards[name]}: {sharded_over(name)}. "
@@ -772,12 +770,13 @@ def resolved(v, facts):
   local_length, local_rows = v["max_target_length"] // shards["length"], r["micro_batch_size"] // shards["batch"]
   if v["num_vocab_tiling"]:
     if local_length % v["num_vocab_tiling"]:
-      raise ConfigError(f"num_vocab_tiling={v['num_vocab_tiling']} must divide the {local_length} tokens of a row that each "
-                        "device has. 0 picks one.")  # fmt: skip
+      raise ConfigError(f"num_vocab_tiling={v['num_vocab_tiling']} must divide the {local_length} tokens of a row that "
+                        "each device has. 0 picks one.")  # fmt: skip
   else:
-    token_bytes = 4 * local_rows * v["vocab_size"] // shards["act_vocab"]
+    logits_bytes = 4 * local_rows * local_length * v["vocab_size"] // shards["act_vocab"]
+    limit = LOGITS_BYTES.get(platform, LOGITS_BYTES["cpu"])
     r["num_vocab_tiling"] = next(n for n in range(1, local_length + 1) if local_length % n == 0
-                                 and (token_bytes * local_length // n <= LOGITS_BYTES.get(platform, LOGITS_BYTES["cpu"]) or n == local_length))  # fmt: skip
+                                 and (logits_bytes <= n * limit or n == local_length))  # fmt: skip
   return r
 
 
@@ -813,10 +812,9 @@ def kernel(v, dtype, platform, kind, shard_length):
       "it has no relative_bias": v["position_embedding"] != "relative_bias",
   }  # fmt: skip
   flash = {
-      f"it runs on TPU, and these are {platform} devices ({kind})": platform != "gpu",
-      f"it needs a multiple of 128 tokens per shard, and max_target_length={v['max_target_length']} gives {shard_length}":
-          platform != "tpu" or shard_length % 128 == 0,
-      f"it needs head_dim a multiple of 64, and head_dim={v['head_dim']}": platform != "tpu" or v["head_dim"] % 64 == 0,
+      f"it needs TPUs (or CPUs, which emulate it slowly), and these are {platform} devices ({kind})": platform != "gpu",
+      f"it needs a multiple of 128 tokens per shard; max_target_length={v['max_target_length']} makes {shard_length}":
+          shard_length % 128 == 0,
       "it has no relative_bias": v["position_embedding"] != "relative_bias",
   }  # fmt: skip
   table = {"dot": {}, "flash": flash, "cudnn": cudnn}
@@ -859,5 +857,6 @@ def describe(cfg):
     mesh = [f"{axis}={size}" for axis, size in zip(MESH_AXES, cfg.mesh_shape, strict=True) if size > 1]
     lines.append(f"devices: {cfg.num_devices} x {cfg.facts[1]}, slices: {cfg.num_slices}, "
                  f"mesh: {' x '.join(mesh) or 'none'}, dtype: {cfg.dtype}, attention: {cfg.attention}, "
-                 f"logits in pieces: {cfg.num_vocab_tiling}, tokens per step: {cfg.global_batch_size} x {cfg.max_target_length}")  # fmt: skip
+                 f"logits in pieces: {cfg.num_vocab_tiling}, "
+                 f"tokens per step: {cfg.global_batch_size} x {cfg.max_target_length}")  # fmt: skip
   return lines
