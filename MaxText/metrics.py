@@ -5,6 +5,7 @@ import collections
 import concurrent.futures
 import contextlib
 import datetime
+import functools
 import json
 import math
 import os
@@ -113,9 +114,9 @@ _CRC = _crc_table()
 
 
 def _masked_crc32c(data):
-  crc = 0xFFFFFFFF
+  crc, table = 0xFFFFFFFF, _CRC
   for byte in data:
-    crc = _CRC[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
   crc ^= 0xFFFFFFFF
   return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
 
@@ -146,10 +147,16 @@ def start_events(step):
   return _event(0, _field(3, b"brain.Event:2")) + _event(step, _field(7, b"\x08\x01"))
 
 
-def scalar_events(step, scalars):
+def scalar_event(step, scalars):
   """A record of {tag: float} at `step`."""
-  values = (_field(1, tag.encode()) + b"\x15" + struct.pack("<f", value) for tag, value in scalars.items())
-  return _event(step, _field(5, b"".join(_field(1, value) for value in values)))
+  return _event(step, _field(5, b"".join(_scalar_head(tag) + struct.pack("<f", x) for tag, x in scalars.items())))
+
+
+@functools.cache
+def _scalar_head(tag):
+  """What precedes the four bytes of a scalar's value."""
+  head = _field(1, tag.encode()) + b"\x15"
+  return b"\x0a" + _varint(len(head) + 4) + head
 
 
 def text_event(step, tag, text):
@@ -293,7 +300,7 @@ class Recorder:
     if self._copy:
       self._copy.append(_json_line(line | scalars))
     if self._events:
-      self._event_bytes += scalar_events(step, scalars)
+      self._event_bytes += scalar_event(step, scalars)
     if (step + 1) % cfg.log_period == 0:
       self._write_events()
       self._send(all_files=cfg.gcs_metrics)
@@ -317,7 +324,7 @@ class Recorder:
     self._eval = scalars
     self._evals.append(_json_line({"step": step, "run_name": self._cfg.run_name, "time": time.time()} | scalars))
     if self._events:
-      self._event_bytes += scalar_events(step, scalars)
+      self._event_bytes += scalar_event(step, scalars)
     self._write_events()
     values = ", ".join(f"{name.removeprefix('eval/')}: {value:.4g}" for name, value in scalars.items())
     self.note(f"eval after step {step}: {values}")
@@ -586,7 +593,7 @@ def plot(path, rows, evals, title, loss_uniform):
   top, bottom = picture.subplots(2, 1, sharex=True, height_ratios=(3, 1))
   picture.suptitle(title, fontweight="bold")
 
-  window = max(1, len(losses) // 100)
+  window = max(1, len(losses) // 150)
   top.plot(steps, losses, color=blue, alpha=0.3 if window > 1 else 1.0, linewidth=1.2,
            label="training" if window == 1 else None)
   if window > 1:
