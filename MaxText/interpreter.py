@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every entry script begins: in the Python that setup.sh prepared, activated or not, with its config read.
+
+Standard library only, and no syntax newer than Python 3.8: the system's Python has to get through it.
+"""
+
+import glob
+import importlib.util
+import os
+import sys
+
+OLDEST = (3, 11)
+_GUARD = "MAXTEXT_STARTED_BY"
+
+
+def ensure():
+  """Goes on in this process if its Python has jax, else starts the same command again (same process id) in one that has.
+
+  In order: the environment MAXTEXT_VENV, `.venv` in this folder, the one that setup.sh recorded last for this user.
+  Exits with code 2 and one line when there is none. Must run before anything else is imported.
+  """
+  started_by = os.environ.pop(_GUARD, None)
+  jax = importlib.util.find_spec("jax")
+  if sys.version_info >= OLDEST and jax is not None and jax.origin is not None:
+    return
+  if started_by is None:
+    for environment in _environments():
+      python = os.path.join(environment, "bin", "python")
+      if os.access(python, os.X_OK) and glob.glob(os.path.join(environment, "lib", "python3*", "site-packages", "jax")):
+        os.environ[_GUARD] = sys.executable
+        sys.stdout.flush()
+        os.execv(python, [python, *getattr(sys, "orig_argv", ["", *sys.argv])[1:]])
+  if sys.version_info < OLDEST:
+    problem = f"Python 3.11 or later is needed, {sys.executable} is {sys.version.split()[0]}"
+  else:
+    problem = f"jax is not installed for {sys.executable}"
+  if os.environ.get("MAXTEXT_VENV"):
+    problem += f", nor in MAXTEXT_VENV={os.environ['MAXTEXT_VENV']}"
+  print(f"{problem}. Run: bash {_repository('setup.sh')}", file=sys.stderr)
+  sys.exit(2)
+
+
+def start(need_run_name=True):
+  """What every entry script does before it imports jax: ensure(), and the config of the command line.
+
+  A wrong command line ends the process here, with one line and exit code 2.
+  """
+  ensure()
+  from MaxText import errors, pyconfig, topology
+
+  with errors.as_exit_codes():
+    cfg = pyconfig.load(sys.argv[1:], need_run_name=need_run_name)
+    topology.set_environment(cfg)
+  return cfg
+
+
+def start(**options):
+  """The config of the command line, in a process that has jax, with the environment set as jax is to find it.
+
+  What an entry script does first: a wrong command line is answered before jax is imported. `options` are pyconfig.load's.
+  """
+  ensure()
+  from MaxText import errors, pyconfig, topology
+
+  with errors.as_exit_codes():
+    cfg = pyconfig.load(sys.argv[1:], **options)
+    topology.set_environment(cfg)
+  return cfg
+
+
+def recorded():
+  """The file in which setup.sh writes down the path of the environment it prepared last."""
+  data = os.environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
+  return os.path.join(data, "maxtext", "venv")
+
+
+def _environments():
+  if os.environ.get("MAXTEXT_VENV"):
+    yield os.environ["MAXTEXT_VENV"]
+    return
+  yield _repository(".venv")
+  try:
+    with open(recorded(), encoding="utf-8") as file:
+      yield file.read().strip()
+  except OSError:
+    pass
+
+
+def _repository(name):
+  return os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), name)
