@@ -24,12 +24,14 @@ def stack_traces(cfg):
     return
   try:
     from cloud_tpu_diagnostics import diagnostic
-    from cloud_tpu_diagnostics.configuration import debug_configuration, diagnostic_configuration
-    from cloud_tpu_diagnostics.configuration import stack_trace_configuration
+    from cloud_tpu_diagnostics.configuration import (
+        debug_configuration,
+        diagnostic_configuration,
+        stack_trace_configuration,
+    )
     from cloud_tpu_diagnostics.src import stack_trace
   except ImportError as error:
-    raise errors.ConfigError(
-        "collect_stack_trace=true needs the package cloud-tpu-diagnostics: pip install cloud-tpu-diagnostics") from error
+    raise errors.ConfigError("collect_stack_trace=true needs a package: pip install cloud-tpu-diagnostics") from error
   traces = stack_trace_configuration.StackTraceConfig(
       collect_stack_trace=True, stack_trace_to_cloud=cfg.stack_trace_to_cloud,
       stack_trace_interval_seconds=cfg.stack_trace_interval_seconds)
@@ -38,9 +40,10 @@ def stack_traces(cfg):
   collecting.__enter__()
   # The package answers the signal in Python, so never while the main thread hangs in native code. faulthandler answers
   # at once; it has to be unregistered first to take effect again.
+  file = stack_trace._stack_trace_file_obj
   faulthandler.unregister(signal.SIGUSR1)
-  faulthandler.register(
-      signal.SIGUSR1, file=stack_trace._stack_trace_file_obj, all_threads=not cfg.stack_trace_to_cloud)
+  faulthandler.register(signal.SIGUSR1, file=file, all_threads=not cfg.stack_trace_to_cloud)
+  print(f"stack traces every {cfg.stack_trace_interval_seconds} s to {file.name}; they do not mean a crash", flush=True)
   try:
     yield
   finally:
