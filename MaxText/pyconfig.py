@@ -629,8 +629,8 @@ def validate_together(v):
 
   # Run and paths.
   need(not v["run_name"] or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", v["run_name"]),
-       f"{these('run_name')} must be at most 128 letters, digits, dots, underscores and dashes, and not start with a dot "
-       "or dash. Where runs go is base_output_directory.")  # fmt: skip
+       f"{these('run_name')} must be at most 128 letters, digits, dots, underscores and dashes, and not start with "
+       "a dot or dash. Where runs go is base_output_directory.")  # fmt: skip
   out = v["base_output_directory"]
   need(out, "base_output_directory= is empty. Give a directory or gs://bucket/path; . is the working directory.")
   for key in ("base_output_directory", "load_parameters_path", "load_full_state_path", "dataset_path",
@@ -833,7 +833,12 @@ def kernel(v, dtype, platform, kind, shard_length):
 
 def as_yaml(cfg):
   """The whole config as given, as YAML text that load() takes as its first file."""
-  lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in cfg.given.items()]
+
+  def written(value):
+    line = json.dumps(value, ensure_ascii=False)  # 1e-08, which other YAML readers take for a string
+    return line.replace("e", ".0e") if isinstance(value, float) and "." not in line else line
+
+  lines = [f"{key}: {written(value)}" for key, value in cfg.given.items()]
   return "# Every key of this run, as given.\n" + "\n".join(lines) + "\n"
 
 
