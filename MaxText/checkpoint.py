@@ -7,15 +7,16 @@ A checkpoint is one directory, written by Orbax and made trustworthy here:
   <checkpoint_directory>/120/position.json  data position and whatever else the caller must know to go on
   <checkpoint_directory>/120/manifest.json  every tensor's shape and type, every file's size and sha256
 
-It is written as `120.saving` and renamed when complete, so a directory named by a number is whole at any moment a process
-may be killed. Object stores (gs://) have no atomic rename of a directory: there `120` is written in place and manifest.json,
-written last, is the commit. Their manifest has sizes but no hashes: reading everything back over the network would cost as
-much as the save, and the store keeps checksums of its own.
+It is written as `120.saving` and renamed when complete, so a directory named by a number is whole at any moment a
+process may be killed. Object stores (gs://) have no atomic rename of a directory: there `120` is written in place and
+manifest.json, written last, is the commit. Their manifest has sizes but no hashes: reading everything back over the
+network would cost as much as the save, and the store keeps checksums of its own.
 """
 
 import concurrent.futures
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ import time
 import jax
 import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 
 from MaxText import errors
 
@@ -45,8 +47,8 @@ class Damaged(Exception):
 class Checkpointer:
   """Saves and restores the checkpoints of one run, and holds the run's lock until close().
 
-  Raises ConfigError when another process holds the lock, StorageError when the directory cannot be written. Leftovers of
-  killed runs are removed. Every process of a run makes one; process 0 writes all but the tensors.
+  Raises ConfigError when another process holds the lock, StorageError when the directory cannot be written. Leftovers
+  of killed runs are removed. Every process of a run makes one; process 0 writes all but the tensors.
   """
 
   def __init__(self, cfg):
@@ -54,6 +56,10 @@ class Checkpointer:
     self._remote = _is_remote(cfg.checkpoint_directory)
     self._asynchronous = cfg.async_checkpointing
     self._keep, self._keep_period = cfg.max_num_checkpoints_to_keep, cfg.checkpoint_keep_period
+    if "[" in cfg.checkpoint_directory:  # Orbax takes its path for a glob, merges nothing, and reports success
+      raise errors.ConfigError(
+          f"checkpoint directory {cfg.checkpoint_directory} has a '[' in it, with which Orbax loses tensors. "
+          "Choose another base_output_directory or run_name.")
     self._writes = jax.process_index() == 0  # all but the tensors, which every process writes its part of
     self._lock = Lock(cfg.run_directory) if self._writes else None
     self._saver = self._thread = self._error = self._last_step = None
@@ -64,7 +70,8 @@ class Checkpointer:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
       except OSError as error:
-        raise errors.StorageError(f"{self.directory}: {_reason(error)}. Choose another base_output_directory.") from None
+        raise errors.StorageError(
+            f"{self.directory}: {_reason(error)}. Choose another base_output_directory.") from None
 
   def steps(self):
     """The steps of which there is a checkpoint, ascending."""
@@ -79,8 +86,8 @@ class Checkpointer:
 
     Returns once the arrays are copied to host memory, so that they may be donated, and the save before this one is
     finished; the writing goes on in a thread unless async_checkpointing is off. A save that fails costs a warning, the
-    third in a row is a StorageError. With wait=True this save is complete when the call returns, or StorageError says why
-    not. Saving again the step just saved or restored does nothing.
+    third in a row is a StorageError. With wait=True this save is complete when the call returns, or StorageError says
+    why not. Saving again the step just saved or restored does nothing.
     """
     self._finish_pending()
     if step == self._last_step:
@@ -108,15 +115,15 @@ class Checkpointer:
   def restore(self, abstract_state):
     """(state, position) of the newest sound checkpoint, or None when the run has none.
 
-    abstract_state: pytree of jax.ShapeDtypeStruct with shardings, those of the present mesh whatever the saving mesh was.
-    A damaged checkpoint is renamed N.corrupt with a warning and the one before is taken. Raises CheckpointError when all
-    are damaged, ConfigError when the checkpoint's tensors are not those of abstract_state.
+    abstract_state: pytree of jax.ShapeDtypeStruct with shardings, those of the present mesh whatever the saving mesh
+    was. A damaged checkpoint is renamed N.corrupt with a warning and the one before is taken. Raises CheckpointError
+    when all are damaged, ConfigError when the checkpoint's tensors are not those of abstract_state.
     """
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_state))
     start = time.monotonic()
     step = self._newest_sound_step() if self._writes else 0
     if jax.process_count() > 1:
-      step = int(jax.experimental.multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
+      step = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
       step = None if step < 0 else step
     if self._writes and not self._remote:
       self._note_space(size)
@@ -125,7 +132,8 @@ class Checkpointer:
     hint = "Use the config this run was started with, or another run_name."
     state, position = _read(self.directory / str(step), abstract_state, hint)
     self._last_step = step
-    _say(f"restored step {step} from {self.directory / str(step)} ({time.monotonic() - start:.1f} s, verified)")
+    _say(f"restored step {step} from {self.directory / str(step)} ({time.monotonic() - start:.1f} s, "
+         f"{'sizes' if self._remote else 'checksums'} verified)")
     return state, position
 
   def close(self):
@@ -152,6 +160,7 @@ class Checkpointer:
     try:
       self._saver.wait_until_finished()
       if self._writes:
+        _check_tensors(self._saver, target, tensors)
         (target / "position.json").write_text(json.dumps(position))
         _write_manifest(target, step, tensors, hashed=not self._remote)
         if not self._remote:
@@ -162,7 +171,7 @@ class Checkpointer:
     self._last_step, self._failures = step, 0
     if self._writes:
       _say(f"saved step {step} to {self.directory / str(step)} "
-           f"({time.monotonic() - start:.1f} s, {size / 1e6:.1f} MB, with checksums)")
+           f"({time.monotonic() - start:.1f} s, {size / 1e6:.1f} MB, verified)")
       self._remove_old()
 
   def _fail(self, step, error):
@@ -213,7 +222,7 @@ class Checkpointer:
         kept = self._set_aside(step)
         then = f"trying step {candidates[i + 1]}" if i + 1 < len(candidates) else "there is none before it"
         _warn(f"step {step} is damaged ({reason}): kept as {kept}, {then}")
-    corrupt = sorted(entry.name for entry in self.directory.iterdir() if ".corrupt" in entry.name)
+    corrupt = sorted(entry.name for entry in self.directory.iterdir() if re.fullmatch(r"\d+\.corrupt\d*", entry.name))
     if corrupt:
       raise errors.CheckpointError(
           f"{self.directory} holds damaged checkpoints only ({', '.join(corrupt)}; {reason}). "
@@ -243,8 +252,8 @@ class Lock:
   """Keeps a second process out of a run directory, until release() or the end of the process.
 
   On a file system: a POSIX record lock on <run directory>/lock, which the kernel drops however the process dies. On an
-  object store: an object rewritten every BEAT_SECONDS; one that does not change for BEATS_TO_WATCH beats is left by a dead
-  process and taken over. Raises ConfigError naming the holder, StorageError when the directory cannot be written.
+  object store: an object rewritten every BEAT_SECONDS; one that does not change for BEATS_TO_WATCH beats is left by a
+  dead process and taken over. Raises ConfigError naming the holder, StorageError when the directory cannot be written.
   """
 
   def __init__(self, run_directory):
@@ -262,8 +271,8 @@ class Lock:
 
   def release(self):
     """Gives the lock back. The file stays: removing it would race with a process about to lock it."""
-    if self._file:
-      self._file.close()
+    if self._file is not None:
+      os.close(self._file)
       self._file = None
     if self._stop:
       self._stop.set()
@@ -272,7 +281,7 @@ class Lock:
       self._path.unlink(missing_ok=True)
 
   def _take_file(self):
-    self._file = open(self._path, "a+")  # noqa: SIM115 it is open for as long as the lock is held
+    self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
       # Not flock: a forked child would keep that one alive after its parent's death.
       fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -280,9 +289,8 @@ class Lock:
       if error.errno in (errno.EACCES, errno.EAGAIN):
         self._refuse(self._path.read_text())
       _warn(f"{self._path} cannot be locked here ({_reason(error)}): see to it that one process alone uses this run")
-    self._file.truncate(0)
-    self._file.write(json.dumps(self._me))
-    self._file.flush()
+    os.ftruncate(self._file, 0)
+    os.write(self._file, json.dumps(self._me).encode())
 
   def _take_object(self):
     if self._path.exists():
@@ -332,9 +340,9 @@ class Lock:
 
 
 def start_state(cfg, checkpointer, abstract_state, init):
-  """(state, position or None) a run starts from: its own newest checkpoint, else load_parameters_path with the rest from
-  init(), else load_full_state_path, else init().
+  """(state, position or None) a run starts from.
 
+  Its own newest checkpoint, else load_parameters_path with the rest from init(), else load_full_state_path, or init().
   checkpointer may be None (enable_checkpointing off); init() -> fresh state as abstract_state describes it.
   """
   own = checkpointer.restore(abstract_state) if checkpointer else None
@@ -352,9 +360,9 @@ def start_state(cfg, checkpointer, abstract_state, init):
 def load_parameters(path, abstract_params):
   """The parameters of another checkpoint, read without its optimizer state, cast to the types of abstract_params.
 
-  path: a run directory, its checkpoints directory or one step in it, local or gs://; of several steps the newest sound one.
-  abstract_params: pytree of jax.ShapeDtypeStruct with shardings. Raises CheckpointError when there is nothing sound to
-  load, ConfigError naming the first tensor whose name or shape differs.
+  path: a run directory, its checkpoints directory or one step in it, local or gs://; of several steps the newest sound
+  one. abstract_params: pytree of jax.ShapeDtypeStruct with shardings. Raises CheckpointError when there is no sound one,
+  ConfigError naming the first tensor whose name or shape differs.
   """
   step = _sound_checkpoint(path, "load_parameters_path")
   hint = "Give the config of that checkpoint's model."
@@ -414,6 +422,15 @@ def _read(step, abstract, hint, part="", cast=False):
     raise errors.CheckpointError(f"{step} is sound but could not be read: {_reason(error)}") from error
 
 
+def _check_tensors(reader, directory, tensors):
+  """Raises OSError unless Orbax, asked for what it has just written, knows every tensor by name, shape and type."""
+  found = reader.metadata(directory / "state").item_metadata
+  found = {name: [list(x.shape), np.dtype(x.dtype).name] for name, x in _named(found.tree)} if found else {}
+  wrong = [name for name, what in tensors.items() if found.get(name) != what]
+  if wrong:
+    raise OSError(f"{len(wrong)} tensors are not in what was written, {wrong[0]} among them")
+
+
 def _write_manifest(directory, step, tensors, hashed):
   with concurrent.futures.ThreadPoolExecutor() as pool:
     files = dict(pool.map(lambda file: _describe(file, directory, hashed), list(_files(directory))))
@@ -440,7 +457,7 @@ def _manifest(step):
 
 
 def _verify(step):
-  """Raises Damaged when the files of a checkpoint are not those its manifest describes; others beside them do no harm."""
+  """Raises Damaged unless the files of a checkpoint are as its manifest says; others beside them do no harm."""
   wanted = _manifest(step)["files"]
 
   def check(item):
@@ -500,17 +517,22 @@ def _named(tree):
   return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
+@functools.cache
 def _orbax():
-  """orbax.checkpoint, imported late because it is slow, and quiet: it logs tracebacks of what becomes one line here."""
+  """orbax.checkpoint, imported late because it is slow, and made quiet: what it logs becomes one line of ours."""
   import orbax.checkpoint as ocp
   from absl import logging
 
-  logging.get_absl_logger().addFilter(_is_not_from_orbax)  # the same filter twice counts once
+  logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
+  report = sys.unraisablehook
+
+  def report_others(unraisable):
+    # When one write fails, the others end after Orbax has closed their event loop: five lines of traceback for each.
+    if str(unraisable.exc_value) != "Event loop is closed":
+      report(unraisable)
+
+  sys.unraisablehook = report_others
   return ocp
-
-
-def _is_not_from_orbax(record):
-  return "orbax" not in record.pathname
 
 
 def _is_remote(path):
@@ -523,12 +545,11 @@ def _path(path):
 
 
 def _reason(error):
-  """The first line of an error, its system error code in words where it hides one."""
+  """An error in a few words: the system's where a system error is behind it, else its own first line."""
   text = str(error).strip() or type(error).__name__
-  for code in ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EROFS", "EIO"):
-    if code in text or getattr(error, "errno", None) == getattr(errno, code):
-      return os.strerror(getattr(errno, code))
-  return text.splitlines()[0][:200]
+  hidden = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's way of saying so
+  code = int(hidden[1]) if hidden else getattr(error, "errno", None)
+  return os.strerror(code) if code else text.splitlines()[0][:200]
 
 
 def _say(text):
