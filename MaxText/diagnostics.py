@@ -8,6 +8,8 @@ import shutil
 import signal
 import tempfile
 
+import jax
+
 from MaxText import errors
 
 
@@ -57,7 +59,7 @@ class Profiler:
   """Records a profile of profiler_steps steps, after the first skip_first_n_steps_for_profiler of this start.
 
   It lands in DIRECTORY/plugins/profile/TIME/HOST.xplane.pb, where TensorBoard's profile plugin and xprof look. Use as a
-  context manager: a window that the run's end cuts short is closed and kept.
+  context manager: a window that the run's end cuts short is closed and kept. Process 0 records, the others do nothing.
 
   Args:
     cfg: profiler, skip_first_n_steps_for_profiler, profiler_steps.
@@ -67,8 +69,10 @@ class Profiler:
 
   def __init__(self, cfg, directory, first_step):
     self._directory, self._recording = directory, None
-    self._start = first_step + cfg.skip_first_n_steps_for_profiler if cfg.profiler else None
-    self._stop = self._start + cfg.profiler_steps if cfg.profiler else None
+    self._start = self._stop = None
+    if cfg.profiler and jax.process_index() == 0:
+      self._start = first_step + cfg.skip_first_n_steps_for_profiler
+      self._stop = self._start + cfg.profiler_steps
 
   def __enter__(self):
     return self
@@ -76,30 +80,35 @@ class Profiler:
   def __exit__(self, *_):
     self.stop()
 
-  def before(self, step, pending=None):
-    """To be called before every step. `pending` (arrays) is waited for where the window begins and ends."""
-    if step == self._start:
-      import jax
-
-      jax.block_until_ready(pending)
-      local = tempfile.mkdtemp(prefix="maxtext-profile-") if "://" in self._directory else self._directory
-      jax.profiler.start_trace(local)
-      self._recording = local
-    elif step == self._stop:
+  @contextlib.contextmanager
+  def step(self, step, pending=None):
+    """To be around every step. `pending` (arrays) is waited for where the window begins and ends."""
+    if step == self._stop:
       self.stop(pending)
+    if step == self._start:
+      self._begin(pending)
+    if self._recording is None:
+      yield
+      return
+    with jax.profiler.StepTraceAnnotation("train", step_num=step):
+      yield
 
   def stop(self, pending=None):
     """Ends the window if it is open, and says where the profile is."""
     if self._recording is None:
       return
-    import jax
-
     jax.block_until_ready(pending)
     local, self._recording = self._recording, None
     jax.profiler.stop_trace()
     if local != self._directory:
       _move_tree(local, self._directory)
     print(f"profile: tensorboard --logdir {self._directory}, or xprof --logdir {self._directory}", flush=True)
+
+  def _begin(self, pending):
+    jax.block_until_ready(pending)
+    local = tempfile.mkdtemp(prefix="maxtext-profile-") if "://" in self._directory else self._directory
+    jax.profiler.start_trace(local)
+    self._recording = local
 
 
 def _move_tree(source, destination):

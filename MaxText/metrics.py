@@ -529,7 +529,7 @@ def _copy_to_remote(pairs):
     try:
       with open(local, "rb") as file:
         epath.Path(remote).write_bytes(file.read())
-    except Exception as error:  # noqa: BLE001 (of whatever library serves this kind of place)
+    except Exception as error:  # of whatever library serves this kind of place
       print(f"warning: {remote}: {error}. Trying again later.", flush=True)
 
 
