@@ -155,9 +155,9 @@ def flash(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, bias_nd, *, fir
 def cudnn(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, bias_nd, *, first, soft_cap, on_cpu):
   """NVIDIA: cuDNN flash attention, Ampere or newer. On CPU the same call runs as plain products.
 
-  Segments become a mask [b, 1, t, s] shared by the heads, 2 bytes an entry, exact for any number of documents in a row.
-  is_causal alone would let the documents of a row see each other. cuDNN's packed form (offsets of documents) needs their
-  largest number at compile time, is wrong without a word beyond it, and also with grouped heads before
+  Segments become a mask [b, 1, t, s] shared by the heads, 2 bytes an entry: exact for any number of documents in a row.
+  With is_causal alone the documents of a row would see each other. cuDNN's packed form (offsets of documents) needs
+  their largest number at compile time, is wrong without a word beyond it, and so it is with grouped heads before
   https://github.com/jax-ml/jax/pull/39521.
   """
   t, s = q_btnh.shape[1], k_bskh.shape[1]
