@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can go wrong for a user, and the exit code each kind ends with (the table in README.md)."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -52,14 +53,15 @@ class Stopped(RunError):
   exit_code = STOPPED
 
 
-def run(main):
-  """Calls main(argv), prints a RunError as one line on stderr, and ends the process with its exit code.
+@contextlib.contextmanager
+def as_exit_codes():
+  """Ends the process, where the block raises a RunError, with one line on stderr and that error's exit code.
 
-  Anything else that is raised is our bug and keeps its traceback (exit code 1). A second Ctrl-C, or one before the loop
-  has taken charge of signals, ends with the shell's usual code for that signal.
+  Anything else that is raised is our bug and keeps its traceback (exit code 1); Ctrl-C gives the shell's usual 130.
   """
   try:
-    code = main(sys.argv[1:]) or DONE
+    yield
+    return
   except RunError as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     code = error.exit_code
@@ -70,6 +72,4 @@ def run(main):
     code = 1
   sys.stdout.flush()
   sys.stderr.flush()
-  if code in (DONE, CONFIG):
-    sys.exit(code)
-  os._exit(code)  # threads of a failed run (savers, collectives) must not hold the process
+  os._exit(code)  # threads of a failed run (compilation, savers, collectives) must not hold the process

@@ -329,7 +329,7 @@ def assign(given, named, parts, key, value, where):
   if key in GONE_KEYS:
     harmless, reason = GONE_KEYS[key]
     if text(value).lower() not in harmless:
-      raise ConfigError(f"{key}={show(value)}{where} has no effect here: {reason}.")
+      raise ConfigError(f"{key}={show(value)}{where} is no key here: {reason}.")
     return note(f"note: {key}={show(value)}{where} is ignored: {reason}.")
   keys = OLD_KEYS.get(key, (key,))
   for name in keys:
@@ -553,7 +553,7 @@ def nearest(name, names):
   """` Did you mean ...?` or nothing."""
   import difflib  # here: 5 ms that only a mistake should cost
 
-  found = difflib.get_close_matches(name, names, n=1, cutoff=0.6) or [n for n in names if name and name in n][:1]
+  found = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6) or [n for n in names if name and name in n][:1]
   return f" Did you mean {found[0]}?" if found else ""
 
 

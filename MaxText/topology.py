@@ -35,6 +35,15 @@ def select_platform():
           " installs it.", file=sys.stderr)
 
 
+def set_environment(cfg):
+  """select_platform(), and the flags of the config added to those in the environment. Called before jax is imported."""
+  select_platform()
+  for variable, flags in (("XLA_FLAGS", cfg.xla_flags), ("LIBTPU_INIT_ARGS", cfg.libtpu_init_args)):
+    if flags:
+      os.environ[variable] = f"{os.environ.get(variable, '')} {flags}".strip()
+      print(f"{variable}={os.environ[variable]}")
+
+
 class DeviceKind(NamedTuple):
   """One jax device: short name, dense peak FLOP/s by "bf16", "fp8", "int8", memory in bytes and bytes/s."""
 

@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
   CONFIG = interpreter.start()  # answers a wrong command line before jax is imported
 
+import collections
 import concurrent.futures
 import functools
 import math
@@ -22,6 +23,7 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
+from etils import epath
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -199,36 +201,162 @@ class Signals:
     print(f"{self.received}: saving the current step, then stopping. Once more stops at once.", flush=True)
 
 
-def main(cfg):
-  """Trains as `cfg` (a loaded, not yet resolved config) says. Raises errors.RunError for what a user can mend."""
-  signals = Signals()
-  if cfg.compile_topology:
-    raise errors.ConfigError(f"compile_topology={cfg.compile_topology} only compiles; training runs on the devices here."
-                             " Leave it out.")
-  ledger = metrics.Ledger()
-  if cfg.jax_cache_dir:
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cfg.jax_cache_dir))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-  jax.config.update("jax_default_matmul_precision", cfg.matmul_precision)
-  cfg = pyconfig.resolve(cfg, jax.devices())
-  mesh = sharding.make_mesh(cfg, jax.devices())
-  with sharding.use(mesh, cfg.logical_axis_rules), diagnostics.stack_traces(cfg):
-    return train(cfg, mesh, ledger, signals)
-
-
 def in_thread(function, *args):
-  """Future of function(*args): the main thread stays free to answer signals while XLA compiles."""
+  """Future of function(*args): while a thread compiles or reads, the main thread is free to answer signals."""
   executor = concurrent.futures.ThreadPoolExecutor(1)
   future = executor.submit(function, *args)
   executor.shutdown(wait=False)
   return future
 
 
-def train(cfg, mesh, ledger, signals):
-  """The run itself, within sharding.use(mesh, rules)."""
-  chief = jax.process_index() == 0
-  say = functools.partial(print, flush=True) if chief else lambda *_: None
-  say(f"{cfg.num_devices} x {jax.devices()[0].device_kind}, mesh " + (
-      ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "of one device"))
-  for line in pyconfig.describe(cfg):
-    say(line)
+def scalars(step_metrics):
+  """{name: float} of a step's metrics, the layers' statistics one by one. Waits for the step."""
+  values = jax.device_get(step_metrics)
+  for name, per_layer in values.pop("layer_stats").items():
+    values |= {f"activ_{name}/layer_{layer:03d}": value for layer, value in enumerate(per_layer)}
+  return {name: float(value) for name, value in values.items()}
+
+
+class Run:
+  """A run of a resolved config on a mesh. Reading the data, compiling and restoring the state go on side by side."""
+
+  def __init__(self, cfg, mesh, signals):
+    self.cfg, self.mesh, self.signals = cfg, mesh, signals
+    self.ledger = metrics.Ledger()
+    self.chief = jax.process_index() == 0
+    self.checkpointer = checkpoint.Checkpointer(cfg) if cfg.enable_checkpointing else None
+    if self.chief:
+      run_directory = epath.Path(cfg.run_directory)
+      run_directory.mkdir(parents=True, exist_ok=True)
+      (run_directory / "config.yml").write_text(pyconfig.as_yaml(cfg))
+    opening = in_thread(functools.partial(
+        data.open, cfg, process_index=jax.process_index(), process_count=jax.process_count()))
+    starting, compiling = in_thread(self.start_state), in_thread(self.compile_steps)
+    self.data = opening.result()
+    self.say(self.data.summary)
+    self.state, position = starting.result()
+    if position:
+      self.data.check(position)
+    self.done = int(self.state["step"])
+    self.skipped_in_a_row = position["skipped_in_a_row"] if position else 0
+    with self.ledger.measure("compile"):
+      self.train_step, self.eval_step = compiling.result()
+    self.num_parameters = sum(x.size for x in jax.tree.leaves(self.state["params"]))
+    self.say(f"parameters: {self.num_parameters:,}")
+    if cfg.log_parameter_table:
+      self.say("\n".join(parameter_table(self.state)))
+    self.pending = collections.deque()  # (step, metrics) dispatched and not yet reported
+    # Fake CPU devices deadlock when many steps are under way; elsewhere the next is dispatched before the last is read.
+    self.in_flight = 0 if cfg.platform == "cpu" else 1
+
+  def say(self, line):
+    if self.chief:
+      print(line, flush=True)
+
+  def compile_steps(self):
+    """(train step, eval step or None), compiled."""
+    with sharding.use(self.mesh, self.cfg.logical_axis_rules):
+      train_step = lower_train_step(self.cfg, self.mesh).compile()
+      return train_step, lower_eval_step(self.cfg, self.mesh).compile() if self.cfg.eval_interval != -1 else None
+
+  def start_state(self):
+    """(state, position or None): the run's newest checkpoint, or what the config says to start from."""
+    with sharding.use(self.mesh, self.cfg.logical_axis_rules):
+      _, abstract = abstract_state(self.cfg, self.mesh)
+      return checkpoint.start_state(self.cfg, self.checkpointer, abstract, lambda: fresh_state(self.cfg, abstract))
+
+  def train(self):
+    """Steps, evaluations and checkpoints up to cfg.steps, target_eval_loss or a signal."""
+    cfg, ledger = self.cfg, self.ledger
+    where = NamedSharding(self.mesh, sharding.spec("batch", "length"))
+    device = self.mesh.devices.flat[0]
+    with (
+        metrics.Recorder(cfg, self.num_parameters, self.mesh.size, device.device_kind, ledger=ledger,
+                         first_step=self.done, process_index=jax.process_index()) as self.recorder,
+        diagnostics.Profiler(cfg, cfg.tensorboard_directory, self.done) as profiler,
+        data.batches(self.data.train, self.done, cfg.global_batch_size, where, prefetch=cfg.prefetch_batches,
+                     reuse=cfg.reuse_example_batch) as batches,
+    ):
+      if self.done >= cfg.steps:
+        self.recorder.note(f"the run has done its steps={cfg.steps}. Raise steps to go on.")
+      self.signals.in_loop = True
+      self.last_end = time.perf_counter()
+      finished = self.done >= cfg.steps
+      while not finished and not self.signals.received:
+        with ledger.measure("data_wait"):
+          batch = next(batches)
+        with ledger.measure("step"), profiler.step(self.done, self.state):
+          self.state, step_metrics = self.train_step(self.state, batch, optim.hyper(cfg, self.done))
+          self.done += 1
+          self.pending.append((self.done, step_metrics))
+          finished = self.done == cfg.steps
+          eval_due = self.eval_step and self.data.eval and (finished or self.done % cfg.eval_interval == 0)
+          save_due = self.done % cfg.checkpoint_period == 0 or finished and cfg.save_checkpoint_on_completion
+          self.report(0 if eval_due or save_due or finished or self.signals.received else self.in_flight)
+        if eval_due:
+          with ledger.measure("eval"):
+            reached = self.evaluate(where)
+          save_due, finished = save_due or reached, finished or reached
+        if self.checkpointer and (save_due or self.signals.received):
+          with ledger.measure("save"):
+            position = self.data.position(self.done) | {"skipped_in_a_row": self.skipped_in_a_row}
+            self.checkpointer.save(self.done, self.state, position, wait=bool(finished or self.signals.received))
+        self.last_end = time.perf_counter()
+      if self.checkpointer:
+        with ledger.measure("save"):
+          self.checkpointer.close()
+    if self.signals.received and not finished:
+      what = "saved" if self.checkpointer else "lost, with enable_checkpointing=false,"
+      raise errors.Stopped(f"{self.signals.received}: {what} step {self.done} of {cfg.steps}. Run the same command again.")
+
+  def report(self, keep):
+    """Waits for and records all dispatched steps but the `keep` newest. Raises NumericsError."""
+    while len(self.pending) > keep:
+      step, step_metrics = self.pending.popleft()
+      values = scalars(step_metrics) | {"current_learning_rate": optim.learning_rate(self.cfg, step - 1)}
+      now = time.perf_counter()
+      self.recorder.step(step, values, now - self.last_end)
+      self.last_end = now
+      self.skipped_in_a_row = self.skipped_in_a_row + 1 if values["skipped"] else 0
+      if self.skipped_in_a_row >= self.cfg.max_skipped_steps:
+        raise errors.NumericsError(
+            f"max_skipped_steps={self.cfg.max_skipped_steps} steps in a row, up to step {step}, changed nothing: the "
+            f"gradient norm is {values['raw_grad_norm']}. Lower learning_rate={self.cfg.learning_rate} or check the data.")
+
+  def evaluate(self, where):
+    """One evaluation; True when it reached target_eval_loss. One that a signal cuts short is not recorded."""
+    cfg, sums = self.cfg, []
+    with data.batches(self.data.eval, 0, cfg.eval_batch_size, where, prefetch=cfg.prefetch_batches) as batches:
+      for batch in batches:
+        sums.append(jax.device_get(self.eval_step(self.state["params"], batch)))
+        if self.signals.received:
+          return False
+    nll, correct, weights = (sum(float(s[name]) for s in sums) for name in ("nll", "correct", "weights"))
+    self.recorder.eval(self.done, {"loss": nll / weights, "accuracy": correct / weights, "total_weights": weights})
+    reached = nll / weights <= cfg.target_eval_loss
+    if reached:
+      self.recorder.note(f"eval loss {nll / weights:.4f} has reached target_eval_loss={cfg.target_eval_loss}: finished")
+    return reached
+
+
+def main(cfg):
+  """Trains as `cfg` (loaded, not yet resolved) says. Raises errors.RunError for what a user can mend."""
+  signals = Signals()
+  if cfg.compile_topology:
+    raise errors.ConfigError(f"compile_topology={cfg.compile_topology} is for compiling ahead of time. Leave it out: "
+                             "training runs on the devices it finds.")
+  if cfg.jax_cache_dir:
+    jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+  jax.config.update("jax_default_matmul_precision", cfg.matmul_precision)
+  cfg = pyconfig.resolve(cfg, jax.devices())
+  if jax.process_index() == 0:
+    print("\n".join(pyconfig.describe(cfg)), flush=True)
+  mesh = sharding.make_mesh(cfg, jax.devices())
+  with sharding.use(mesh, cfg.logical_axis_rules), diagnostics.stack_traces(cfg):
+    Run(cfg, mesh, signals).train()
+
+
+if __name__ == "__main__":
+  with errors.as_exit_codes():
+    main(CONFIG)
