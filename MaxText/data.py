@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data contract: documents -> a fixed order -> packed rows -> batches that depend on nothing but the step.
 
-open() reads or prepares the corpus (tokens, document offsets, tokenizer) and keeps a snapshot of it in the run directory,
-so that a resumed run reads the same data whatever became of the source. Packed turns it into rows by index; batches()
-puts the rows of each step on the devices. Only batches() imports jax: a corpus can be prepared while jax compiles.
+open() reads or prepares the corpus (tokens, document offsets, tokenizer) and keeps a snapshot of it in the run's
+directory, so that a resumed run reads the same data whatever became of the source. Packed turns it into rows by index;
+batches() puts the rows of each step on the devices. Only that imports jax: a corpus can be prepared while jax compiles.
 
 A document of tokens d[0..n] (BOS and EOS included) is the pairs (d[i], d[i+1]), input and target. An epoch is all pairs
 of all documents in that epoch's order; epochs follow each other without a gap, and row r is pairs [r L, (r+1) L) of
@@ -18,22 +18,20 @@ import json
 import os
 import queue
 import sys
-import tempfile
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import numpy as np
 from etils import epath
 
 from MaxText import sources, tokenizer
-from MaxText.errors import ConfigError, DataError
+from MaxText.errors import ConfigError, DataError, StorageError
 
 FORMAT = 1
 # What decides the content of a snapshot; a resumed run must ask for the same.
-REQUEST = ("dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "max_dataset_chars", "max_corpus_chars",
-           "tokenizer_type", "tokenizer_path", "add_bos", "add_eos")
+REQUEST = ("dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "max_dataset_chars",
+           "max_corpus_chars", "tokenizer_type", "tokenizer_path", "add_bos", "add_eos")
 SNAPSHOT_WAIT_SECONDS = 1800
 
 
@@ -53,15 +51,15 @@ class Data:
     return {**self.identity, "step": step}
 
   def check(self, position):
-    """Raises DataError when this data would not continue from `position`, unless force_data_resume."""
-    differences = [f"{key}={self.identity[key]} (the checkpoint has {position.get(key)})"
-                   for key in self.identity if self.identity[key] != position.get(key)]
-    if not differences:
-      return
-    if not self.force_resume:
-      raise DataError(f"{', '.join(differences)}: the run would not see the data it would have seen; set it back, use"
-                      " another run_name, or set force_data_resume=true")
-    print(f"data: resumed by force with {', '.join(differences)}", file=sys.stderr)
+    """Raises ConfigError or DataError when this data does not continue that of `position`, unless force_data_resume."""
+    keys = [key for key in self.identity if self.identity[key] != position.get(key)]
+    differences = ", ".join(f"{key}={self.identity[key]} (the checkpoint has {position.get(key)})" for key in keys)
+    if keys and not self.force_resume:
+      raise (DataError if {"corpus", "tokenizer"} & set(keys) else ConfigError)(
+          f"{differences}: the run would not see the data it would have seen uninterrupted. Set it back, use another"
+          " run_name, or set force_data_resume=true.")
+    if keys:
+      print(f"data: resumed by force with {differences}", file=sys.stderr)
 
 
 def open(cfg, *, process_index=0, process_count=1):
@@ -75,26 +73,29 @@ def open(cfg, *, process_index=0, process_count=1):
   if cfg.dataset_type == "synthetic":
     train = Whole(sources.Synthetic(cfg.vocab_size, length, seed))
     held_out = Whole(sources.Synthetic(cfg.vocab_size, length, seed, held_out=True), cfg.eval_steps)
-    return Data(
-        train, held_out, None, {**identity, "corpus": f"synthetic-{FORMAT}-{cfg.vocab_size}", "tokenizer": "none"},
-        f"data: synthetic, made from data_shuffle_seed={seed}: a perfect model reaches loss"
-        f" {sources.Synthetic.ENTROPY:.3f}, a uniform guess {np.log(cfg.vocab_size):.3f}; evaluation: {held_out.num_rows}"
-        " rows of another stream", cfg.force_data_resume)
+    identity |= {"corpus": f"synthetic-{FORMAT}-{cfg.vocab_size}", "tokenizer": "none"}
+    summary = (f"data: synthetic, made from data_shuffle_seed={seed}: a perfect model reaches loss"
+               f" {sources.Synthetic.ENTROPY:.3f}, a uniform guess {np.log(cfg.vocab_size):.3f}; evaluation:"
+               f" {held_out.num_rows} rows of another stream")
+    return Data(train, held_out, None, identity, summary, cfg.force_data_resume)
 
-  corpus = _open_corpus(cfg, epath.Path(cfg.run_directory) / "data", process_index)
+  corpus = _open_corpus(cfg, epath.Path(cfg.run_directory) / "data", process_index, process_count)
   manifest, count = corpus.manifest, corpus.manifest["train_documents"]
   if corpus.tokenizer.vocab_size > cfg.vocab_size:
-    raise ConfigError(f"vocab_size={cfg.vocab_size}: the tokenizer has {corpus.tokenizer.vocab_size} pieces; set"
-                      f" vocab_size={-(-corpus.tokenizer.vocab_size // 128) * 128} or choose another tokenizer")
+    raise ConfigError(f"vocab_size={cfg.vocab_size}: the tokenizer has {corpus.tokenizer.vocab_size} pieces. Set"
+                      f" vocab_size={-(-corpus.tokenizer.vocab_size // 128) * 128} or choose another tokenizer.")
   train = Packed(corpus.tokens, corpus.offsets[:count + 1], length, seed=seed if cfg.enable_data_shuffling else None)
   held_out = Packed(corpus.tokens, corpus.offsets[count:], length, once=True, eval_steps=cfg.eval_steps)
   if not train.num_pairs:
-    raise DataError(f"dataset_path={cfg.dataset_path}: no document has two tokens; give more text, or set add_bos=true")
-  summary = (
-      f"data: {manifest['origin']}: {count} documents, {corpus.offsets[count]} tokens of"
-      f" {manifest['bytes'] / len(corpus.tokens):.2f} bytes ({corpus.tokenizer.kind}, {corpus.tokenizer.vocab_size}"
-      f" pieces), fill 1.000; evaluation: {manifest['eval_documents']} documents {manifest['split']},"
-      f" {len(corpus.tokens) - corpus.offsets[count]} tokens, fill {held_out.fill:.3f}")
+    raise DataError(f"dataset_path={cfg.dataset_path}: no document has two tokens. Give more text or set add_bos=true.")
+  summary = (f"data: {manifest['origin']}: {count} documents, {corpus.offsets[count]} tokens of"
+             f" {manifest['bytes'] / len(corpus.tokens):.2f} bytes ({corpus.tokenizer.kind},"
+             f" {corpus.tokenizer.vocab_size} pieces), fill 1.000; evaluation: ")
+  if held_out.num_pairs:
+    summary += (f"{len(corpus.offsets) - 1 - count} documents {manifest['split']}, {held_out.num_pairs} tokens, fill"
+                f" {held_out.fill:.3f}")
+  else:
+    summary += "none, for lack of a second document; set eval_dataset_path"
   return Data(train, held_out if held_out.num_pairs else None, corpus.tokenizer,
               {**identity, "corpus": manifest["fingerprint"], "tokenizer": corpus.tokenizer.fingerprint}, summary,
               cfg.force_data_resume)
@@ -124,7 +125,7 @@ class Packed:
     return _num_batches(self.num_rows, batch_rows, self._eval_steps)
 
   def rows(self, start, stop):
-    """The batch dict of rows [start, stop); rows behind the end of a single epoch are padding. Seeks in O(log documents)."""
+    """The batch dict of rows [start, stop), found in O(log documents). Behind the end of `once` rows are padding."""
     begin, end = start * self.length, stop * self.length
     reach = min(end, self.num_pairs) if self._once else end
     starts, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -172,7 +173,8 @@ class Packed:
         order = slice(None)
       else:  # raw numbers: NumPy promises their stream for ever, and that of permutation() it does not
         order = np.argsort(np.random.Philox(key=[self._seed, epoch]).random_raw(len(self._pairs)), kind="stable")
-      self._epochs = {**dict(list(self._epochs.items())[-1:]), epoch: (self._starts[order], np.cumsum(self._pairs[order]))}
+      kept = list(self._epochs.items())[-1:]  # a row may reach from one epoch into the next
+      self._epochs = dict([*kept, (epoch, (self._starts[order], np.cumsum(self._pairs[order])))])
     return self._epochs[epoch]
 
 
@@ -216,7 +218,7 @@ class batches:
 
   dataset: Packed or Whole. batch(step) is its rows [step, step + 1) * batch_rows; each process makes only those of its
   own devices. The thread works `prefetch` batches ahead and ends with close(), the end of a `with` block, or the last
-  batch. What it raises is raised by next(). `reuse` gives the first batch for ever.
+  batch. What it raises is raised by next(). `reuse` gives batch 0 for ever.
   `wait_seconds` adds up the time next() had to wait.
   """
 
@@ -266,7 +268,7 @@ def _produce(out, stop, dataset, first_step, batch_rows, sharding, reuse):
         pass
 
   try:
-    step, last_step = first_step, dataset.num_batches(batch_rows)
+    step, last_step = 0 if reuse else first_step, dataset.num_batches(batch_rows)
     while not stop.is_set() and (last_step is None or step < last_step):
       batch = _place(dataset, step, batch_rows, sharding)
       put(batch)
@@ -274,7 +276,7 @@ def _produce(out, stop, dataset, first_step, batch_rows, sharding, reuse):
         put(batch)
       step += 1
     put(StopIteration())
-  except Exception as error:
+  except Exception as error:  # noqa: BLE001, it is the consumer's
     put(error)
 
 
@@ -310,8 +312,8 @@ class Corpus:
     """Writes the files, each at once (tmp + rename), and the manifest, which makes them count, last."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "manifest.json").unlink(missing_ok=True)
-    contents = {"tokens": self.tokens.tobytes(), "offsets": self.offsets.tobytes(), "tokenizer.model": self.tokenizer.model,
-                "manifest.json": json.dumps(self.manifest, indent=1).encode()}
+    contents = {"tokens": self.tokens.tobytes(), "offsets": self.offsets.tobytes(),
+                "tokenizer.model": self.tokenizer.model, "manifest.json": json.dumps(self.manifest, indent=1).encode()}
     for name, content in contents.items():
       part = directory / f"{name}.{os.getpid()}.tmp"
       part.write_bytes(content)
@@ -319,27 +321,34 @@ class Corpus:
 
   @classmethod
   def read(cls, directory):
-    """The corpus in `directory`, None where it has no manifest. Raises DataError when a file is not what was written."""
+    """The corpus in `directory`, None where it has no manifest. Raises DataError when a file has changed since."""
     try:
       manifest = json.loads((directory / "manifest.json").read_text())
-    except FileNotFoundError:
+      written, digests = manifest["format"], manifest["sha256"]
+    except (FileNotFoundError, NotADirectoryError):
       return None
+    except (ValueError, KeyError) as error:
+      raise DataError(f"{directory}/manifest.json: is damaged. Bring it back, or delete {directory} to have it made"
+                      " again from the source.") from error
+    if written != FORMAT:
+      raise DataError(f"{directory}/manifest.json: format={written}, and this version reads {FORMAT}. Use the version"
+                      " that wrote it, or another run_name.")
     files = {}
-    for name, digest in manifest["sha256"].items():
+    for name, digest in digests.items():
       path = directory / name
-      if isinstance(path, Path) and path.stat().st_size:
-        files[name] = np.asarray(np.memmap(path, np.uint8, mode="r"))  # the subclass is slower
-      else:
+      if "://" in os.fspath(path):
         files[name] = np.frombuffer(path.read_bytes(), np.uint8)
+      else:
+        files[name] = np.asarray(np.memmap(path, np.uint8, mode="r"))  # the subclass is slower
       if hashlib.sha256(files[name]).hexdigest() != digest:
-        raise DataError(f"{path}: is damaged (SHA-256 differs from manifest.json); bring it back, or delete {directory} to"
-                        " have it made again from the source")
+        raise DataError(f"{path}: is damaged (SHA-256 differs from manifest.json). Bring it back, or delete"
+                        f" {directory} to have it made again from the source.")
     kind = tokenizer.TOKENIZERS[manifest["tokenizer"]]
     return cls(manifest, files["tokens"].view(manifest["dtype"]), files["offsets"].view("<i8"),
                kind(files["tokenizer.model"].tobytes()))
 
 
-def _open_corpus(cfg, directory, process_index):
+def _open_corpus(cfg, directory, process_index, process_count):
   """The run's snapshot; process 0 makes it where there is none, or where force_data_resume allows another."""
   request = _request(cfg)
   deadline = time.monotonic() + SNAPSHOT_WAIT_SECONDS
@@ -350,63 +359,67 @@ def _open_corpus(cfg, directory, process_index):
     if corpus and not cfg.force_data_resume:
       stored = corpus.manifest["request"]
       key = next(key for key in request | stored if request.get(key) != stored.get(key))
-      raise ConfigError(f"{key}={request.get(key)}: the run's data in {directory} was made with {key}={stored.get(key)};"
-                        " set it back, use another run_name, or set force_data_resume=true")
+      raise ConfigError(f"{key}={request.get(key)}: the run's data in {directory} was made with"
+                        f" {key}={stored.get(key)}. Set it back, use another run_name, or set force_data_resume=true.")
     if process_index == 0:
-      _prepare(cfg, request).write(directory)
+      corpus = _prepare(cfg, request)
+      try:
+        corpus.write(directory)
+      except OSError as error:
+        raise StorageError(f"{directory}: the run's data cannot be written ({error.strerror}). Make room or set"
+                           " base_output_directory.") from error
     elif time.monotonic() > deadline:
-      raise DataError(f"{directory}: process {process_index} waited {SNAPSHOT_WAIT_SECONDS} s for process 0 to write it;"
-                      " base_output_directory must be one place that all hosts see")
+      raise DataError(f"{directory}: process {process_index} of {process_count} waited {SNAPSHOT_WAIT_SECONDS} s for"
+                      " process 0 to write it. Set base_output_directory to one place that all hosts see.")
     else:
       time.sleep(0.2)
 
 
 def _request(cfg):
   request = {key: getattr(cfg, key) for key in REQUEST}
-  if cfg.tokenizer_path:
-    request["tokenizer_type"] = "sentencepiece"
   if request["tokenizer_type"] == "bpe":
     request["vocab_size"] = cfg.vocab_size
   return request
 
 
 def _prepare(cfg, request):
-  """The corpus from data_cache_dir when the very same files (names, sizes, times) were prepared before, else made now."""
+  """The corpus from data_cache_dir when the same files (names, sizes, times) were prepared before, else made now."""
   files = sources.SOURCES[cfg.dataset_type](cfg.dataset_path)
   eval_files = sources.text(cfg.eval_dataset_path) if cfg.eval_dataset_path else None
+  given = tokenizer.load_given(cfg.tokenizer_path) if cfg.tokenizer_path else None
   if not cfg.data_cache_dir:
-    return _build(request, files, eval_files, None)
-  cache = Path(cfg.data_cache_dir).expanduser()
-  seen = [[path, os.stat(path).st_size, os.stat(path).st_mtime_ns]
-          for path in (*files.paths, *(eval_files.paths if eval_files else ()), *filter(None, [cfg.tokenizer_path]))]
-  key = hashlib.sha256(json.dumps([FORMAT, tokenizer.SETTINGS, request, files.origin, seen]).encode()).hexdigest()
-  directory = epath.Path(cache / "corpora" / key[:32])
+    return _build(request, files, eval_files, given, None)
+  seen = [FORMAT, tokenizer.SETTINGS, request, files.origin, sources.stamps(files),
+          sources.stamps(eval_files) if eval_files else [], given.fingerprint if given else ""]
+  cache = epath.Path(cfg.data_cache_dir)
+  directory = cache / "corpora" / hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
   try:
     corpus = Corpus.read(directory)
   except (OSError, DataError):
     corpus = None
   if corpus is None:
+    corpus = _build(request, files, eval_files, given, cache / "tokenizers")
     try:
-      (cache / "tokenizers").mkdir(parents=True, exist_ok=True)
-      tempfile.TemporaryFile(dir=cache).close()
+      corpus.write(directory)
     except OSError as error:
-      print(f"data: data_cache_dir={cache} cannot be written ({error.strerror}); going on without", file=sys.stderr)
-      return _build(request, files, eval_files, None)
-    corpus = _build(request, files, eval_files, cache / "tokenizers")
-    corpus.write(directory)
+      print(f"data: data_cache_dir={cache} cannot be written ({error.strerror}): the next run prepares its data again",
+            file=sys.stderr)
   return corpus
 
 
-def _build(request, files, eval_files, tokenizer_cache):
-  """Reads, splits and tokenizes the documents of `files` and `eval_files` (None: hold out a share of `files`)."""
+def _build(request, files, eval_files, given, tokenizer_cache):
+  """Reads, splits and tokenizes the documents of `files` and `eval_files` (None: hold out a share of `files`).
+
+  given: the tokenizer of tokenizer_path, or None.
+  """
   texts = list(sources.documents(files, request["max_dataset_chars"]))
   if not texts:
-    raise DataError(f"dataset_path={request['dataset_path']}: no document with text in {len(files.paths)} files")
+    raise DataError(f"dataset_path={request['dataset_path']}: no text in its {len(files.paths)} files. Give others.")
   digests = [hashlib.sha256(text.encode()).digest() for text in texts]
   if eval_files:
     held_out = list(sources.documents(eval_files, request["max_dataset_chars"]))
     if not held_out:
-      raise DataError(f"eval_dataset_path={request['eval_dataset_path']}: no document with text")
+      raise DataError(f"eval_dataset_path={request['eval_dataset_path']}: no text in its files. Give others.")
     split, num_train = f"from {eval_files.origin}", len(texts)
     texts, digests = texts + held_out, digests + [hashlib.sha256(text.encode()).digest() for text in held_out]
   else:
@@ -420,19 +433,16 @@ def _build(request, files, eval_files, tokenizer_cache):
     order = np.argsort(out, kind="stable")
     texts, digests, num_train = [texts[i] for i in order], [digests[i] for i in order], int((~out).sum())
 
-  kind = request["tokenizer_type"]
-  if kind == "bpe":
-    words = tokenizer.train(_sample(texts[:num_train], digests, request["max_corpus_chars"]), request["vocab_size"],
-                            tokenizer_cache)
-  elif kind == "sentencepiece":
-    if not request["tokenizer_path"]:
-      raise ConfigError("tokenizer_path='': tokenizer_type=sentencepiece needs a SentencePiece model file")
-    words = tokenizer.open_model(request["tokenizer_path"])
-  else:
+  if given:
+    words = given
+  elif request["tokenizer_type"] == "byte":
     words = tokenizer.Byte()
+  else:
+    sample = _sample(texts[:num_train], digests, request["max_corpus_chars"])
+    words = tokenizer.train(sample, request["vocab_size"], tokenizer_cache)
   for key, edge in (("add_bos", words.bos_id), ("add_eos", words.eos_id)):
     if request[key] and edge < 0:
-      raise ConfigError(f"{key}=true: the tokenizer has no such piece; set {key}=false")
+      raise ConfigError(f"{key}=true: the tokenizer has no such piece. Set {key}=false.")
 
   begin = np.array([words.bos_id] if request["add_bos"] else [], words.dtype)
   end = np.array([words.eos_id] if request["add_eos"] else [], words.dtype)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from MaxText.errors import ConfigError, DataError
+from MaxText.errors import DataError
 
 # Tests, tables and vendored or generated text say little about code.
 NOT_LIBRARY = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages", "dist-packages",
@@ -42,30 +42,26 @@ def stdlib(_path):
     files = tuple(_walk(root, {".py"}, skip))
     if sum(os.path.getsize(file) for file in files) > 100_000:
       return Files(origin, files, STDLIB_CHARS)
-  raise DataError(f"dataset_type=stdlib: no Python source under {paths['stdlib']} or {paths['purelib']};"
-                  " set dataset_type=text and dataset_path to files of your own")
+  raise DataError(f"dataset_type=stdlib: no Python source under {paths['stdlib']} or {paths['purelib']}."
+                  " Set dataset_type=text and dataset_path to files of your own.")
 
 
 def text(path):
-  """Files named by `path`: files, folders (recursive) and globs, comma separated. Raises ConfigError, DataError."""
-  entries = [entry.strip() for entry in path.split(",") if entry.strip()]
-  if not entries:
-    raise ConfigError("dataset_path='': dataset_type=text needs files, folders or globs, comma separated")
+  """Files named by `path`: files, folders (recursive) and globs, comma separated. Raises DataError."""
   files = []
-  for entry in entries:
-    name = os.path.expanduser(entry)
-    found = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+  for entry in filter(None, path.split(",")):
+    found = [entry] if os.path.exists(entry) else sorted(glob.glob(entry, recursive=True))
     if not found:
-      raise DataError(f"dataset_path={entry}: no such file, folder or match; paths are relative to {os.getcwd()}")
+      raise DataError(f"dataset_path={entry}: no such file, folder or match in {os.getcwd()}. Check the path.")
     for one in found:
       if os.path.isdir(one):
         files += _walk(one, READERS, set())
       elif os.path.splitext(one)[1] in READERS:
         files.append(one)
-      elif one == name:  # a glob may well match other files
-        raise DataError(f"dataset_path={entry}: only {' '.join(READERS)} files can be read")
+      elif one == entry:  # a glob may well match other files
+        raise DataError(f"dataset_path={entry}: only {' '.join(READERS)} files can be read. Convert it.")
   if not files:
-    raise DataError(f"dataset_path={path}: holds no {' '.join(READERS)} file")
+    raise DataError(f"dataset_path={path}: holds no {' '.join(READERS)} file. Give another.")
   return Files(path, tuple(dict.fromkeys(files)), 0)
 
 
@@ -88,7 +84,7 @@ def read_jsonl(path):
         if not isinstance(document, str):
           raise TypeError
       except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path}:{number}: a row must be a JSON object with a string \"text\"; mend or drop it") from error
+        raise DataError(f"{path}:{number}: a row must be an object with a string \"text\". Mend or drop it.") from error
       # JSON can spell half a surrogate pair, which no encoder takes.
       yield document if document.isascii() else document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -111,7 +107,19 @@ def documents(files, max_chars):
           if limit and chars >= limit:
             return
     except OSError as error:
-      raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+      raise DataError(f"{path}: cannot be read ({error.strerror}). Mend it or leave it out.") from error
+
+
+def stamps(files):
+  """[path, bytes, modification time in ns] of each of Files: what tells that none has changed. Raises DataError."""
+  found = []
+  for path in files.paths:
+    try:
+      stat = os.stat(path)
+    except OSError as error:
+      raise DataError(f"{path}: cannot be read ({error.strerror}). Mend it or leave it out.") from error
+    found.append([os.path.abspath(path), stat.st_size, stat.st_mtime_ns])
+  return found
 
 
 class Synthetic:

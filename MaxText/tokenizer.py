@@ -4,22 +4,24 @@
 Every tokenizer has `kind` (its name in TOKENIZERS), `vocab_size`, `bos_id`, `eos_id` (-1: there is none), `pad_id`,
 `dtype` (the smallest unsigned type that holds an id), `fingerprint` (hex SHA-256) and
 
-  encode(text) -> ids [n] of `dtype`         encode_documents(texts) -> list of such arrays, fast
-  decode(ids) -> str                         save(path); load(kind, path) brings it back
+  encode(text) -> ids [n] of `dtype`                       encode_documents(texts) -> list of such arrays, fast
+  decode(ids) -> str, ids that are no piece left out       save(path); load(kind, path) brings it back
 """
 
 import collections
+import contextlib
 import hashlib
 import io
 import itertools
 import os
 import re
-from pathlib import Path
 
 import numpy as np
+from etils import epath
 
 from MaxText.errors import ConfigError
 
+SPACE = "\u2581"  # SentencePiece's sign for a space
 SETTINGS = {
     "model_type": "bpe",
     "byte_fallback": True,
@@ -27,11 +29,13 @@ SETTINGS = {
     "normalization_rule_name": "identity",
     "add_dummy_prefix": False,
     "remove_extra_whitespaces": False,
-    # Indentation is one piece; `self.` may be one, digits stay single. On Python source 3.58 characters a token, against
-    # 3.31 when pieces may not mix letters and punctuation.
+    # Indentation is one piece; `self.` may be one, digits stay single. On Python source 3.58 characters a token,
+    # against 3.31 when pieces may not mix letters and punctuation.
     "allow_whitespace_only_pieces": True,
     "split_by_unicode_script": False,
     "split_digits": True,
+    "character_coverage": 1.0,
+    "required_chars": SPACE,
     "hard_vocab_limit": False,  # a small corpus gives fewer pieces
     "pad_id": 0,
     "bos_id": 1,
@@ -44,10 +48,10 @@ SETTINGS = {
 META_PIECES = 4 + 256
 SENTENCE_CHARS = 2000
 GROUP_CHARS = 4_000_000
-SPACE = "\u2581"  # SentencePiece's own sign for a space
 # No trained piece has a space behind another character, so words between such places encode on their own, each distinct
-# one once (2x the speed). Without the limit of 256 one word of megabytes would take seconds.
-WORD = re.compile(rf"{SPACE}| {{0,256}}[^ {SPACE}]{{1,256}}| {{1,256}}")
+# one once (2x the speed). Longer ones are cut: a word of megabytes would take seconds.
+WORD_CHARS = 1024
+WORD = re.compile(rf"{SPACE}| {{0,{WORD_CHARS}}}[^ {SPACE}]{{1,{WORD_CHARS}}}| {{1,{WORD_CHARS}}}")
 
 
 class Byte:
@@ -102,7 +106,7 @@ class SentencePiece:
     return [np.array(ids, self.dtype) for ids in self._processor.encode(texts, num_threads=os.cpu_count())]
 
   def decode(self, ids):
-    return self._processor.decode([int(i) for i in ids])
+    return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
   def save(self, path):
     path.write_bytes(self.model)
@@ -129,18 +133,20 @@ TOKENIZERS = {tokenizer.kind: tokenizer for tokenizer in (Byte, SentencePiece, T
 
 
 def load(kind, path):
-  """The tokenizer of `kind` whose model save() wrote, or a SentencePiece model file. `path`: pathlib or etils.epath."""
+  """The tokenizer of `kind` whose model save() wrote at `path` (pathlib or etils.epath)."""
   return TOKENIZERS[kind](path.read_bytes())
 
 
-def open_model(path):
-  """The SentencePiece model file at `path` (str). Raises ConfigError."""
+def load_given(path):
+  """The SentencePiece model at `path` (str, local or gs://). Raises ConfigError."""
   try:
-    return load("sentencepiece", Path(path).expanduser())
+    model = epath.Path(path).read_bytes()
   except OSError as error:
-    raise ConfigError(f"tokenizer_path={path}: cannot be read ({error.strerror}); give a SentencePiece model") from error
-  except RuntimeError as error:
-    raise ConfigError(f"tokenizer_path={path}: is no SentencePiece model; give one, or leave it empty") from error
+    raise ConfigError(f"tokenizer_path={path}: cannot be read ({error.strerror}). Check the path.") from error
+  with contextlib.suppress(RuntimeError):
+    if model:
+      return SentencePiece(model)
+  raise ConfigError(f"tokenizer_path={path}: is no SentencePiece model. Give one, or leave it empty.")
 
 
 def train(texts, vocab_size, cache_directory=None):
@@ -149,9 +155,9 @@ def train(texts, vocab_size, cache_directory=None):
   About 0.7 s per million characters. Kept in `cache_directory` (Path) where one is given. Raises ConfigError.
   """
   if vocab_size <= META_PIECES:
-    raise ConfigError(f"vocab_size={vocab_size}: a trained BPE needs more than its {META_PIECES} byte and special pieces;"
-                      f" raise it, or set tokenizer_type=byte ({Byte.vocab_size} pieces)")
-  text = "".join(texts).replace(SPACE, "").replace("\u2585", "") or " "  # SentencePiece's trainer skips text with these
+    raise ConfigError(f"vocab_size={vocab_size}: a trained BPE needs more than its {META_PIECES} byte and special"
+                      f" pieces. Raise it, or set tokenizer_type=byte, which has {Byte.vocab_size}.")
+  text = "".join(texts).replace(SPACE, "").replace("\u2585", "")  # SentencePiece's trainer skips text with these
   key = hashlib.sha256(repr((SETTINGS, SENTENCE_CHARS, vocab_size)).encode() + text.encode()).hexdigest()
   cached = cache_directory / f"{key[:32]}.model" if cache_directory else None
   if cached and cached.exists():
@@ -159,19 +165,24 @@ def train(texts, vocab_size, cache_directory=None):
 
   import sentencepiece
 
-  # Of the characters at most as many become pieces of their own as leave a quarter of the room for merges.
-  counts = sorted(collections.Counter(text).values(), reverse=True)
-  coverage = sum(counts[:max(1, (vocab_size - META_PIECES) * 3 // 4)]) / len(text)
+  # Rare characters stay bytes: those in the last 0.01 %, and those that would leave merges under a quarter of the room.
+  rare, seen = {}, 0
+  for i, (character, count) in enumerate(collections.Counter(text).most_common()):
+    if seen >= 0.9999 * len(text) or i >= (vocab_size - META_PIECES) * 3 // 4:
+      rare[ord(character)] = None
+    seen += count
+  text = text.translate(rare) or " "
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
       sentence_iterator=(text[i:i + SENTENCE_CHARS] for i in range(0, len(text), SENTENCE_CHARS)), model_writer=model,
-      vocab_size=vocab_size, character_coverage=min(0.9999, coverage), **SETTINGS)
+      vocab_size=vocab_size, **SETTINGS)
   trained = Trained(model.getvalue())
   if cached:
-    cache_directory.mkdir(parents=True, exist_ok=True)
-    part = cached.with_name(f"{cached.name}.{os.getpid()}.tmp")
-    trained.save(part)
-    part.replace(cached)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run a second, no more
+      cache_directory.mkdir(parents=True, exist_ok=True)
+      part = cached.with_name(f"{cached.name}.{os.getpid()}.tmp")
+      trained.save(part)
+      part.replace(cached)
   return trained
 
 
