@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells about itself: FLOP count, step line, JSONL, TensorBoard events, where the time went, summary, plot."""
+"""What a run tells of itself: FLOP count, step line, JSONL, TensorBoard events, where the time went, summary, plot."""
 
 import collections
 import concurrent.futures
@@ -381,7 +381,7 @@ class Recorder:
       self._copy = self._open_lines(folder, name)
       self._files.append(self._copy)
     if cfg.enable_tensorboard:
-      name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+      name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
       self._events = self._open(cfg.tensorboard_directory, name)
       self._files.append(self._events)
       text = pyconfig.as_yaml(cfg).replace("\n", "\n    ")  # indented: code in Markdown
