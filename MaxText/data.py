@@ -224,7 +224,7 @@ class batches:
 
   def __init__(self, dataset, first_step, batch_rows, sharding, *, prefetch=2, reuse=False):
     self.wait_seconds = 0.0
-    self._queue = queue.Queue(max(1, prefetch))
+    self._queue = queue.Queue(prefetch)
     self._stop = threading.Event()
     self._finalize = weakref.finalize(self, self._stop.set)
     self._thread = threading.Thread(
@@ -438,7 +438,7 @@ def _build(request, files, eval_files, given, tokenizer_cache):
   elif request["tokenizer_type"] == "byte":
     words = tokenizer.Byte()
   else:
-    sample = _sample(texts[:num_train], digests, request["max_corpus_chars"])
+    sample = _sample(texts[:num_train], request["max_corpus_chars"])
     words = tokenizer.train(sample, request["vocab_size"], tokenizer_cache)
   for key, edge in (("add_bos", words.bos_id), ("add_eos", words.eos_id)):
     if request[key] and edge < 0:
@@ -467,11 +467,13 @@ def _build(request, files, eval_files, given, tokenizer_cache):
   return Corpus(manifest, tokens, offsets, words)
 
 
-def _sample(texts, digests, max_chars):
-  """Documents in the order of their hashes, a fair sample of a sorted corpus, the last one cut at `max_chars`."""
-  room = max_chars
-  for i in sorted(range(len(texts)), key=digests.__getitem__):
-    if room <= 0:
-      return
-    yield texts[i][:room]
-    room -= len(texts[i])
+def _sample(texts, max_chars):
+  """About `max_chars` of the texts, in pieces spread evenly over them: a few long documents are not all of a corpus."""
+  share = min(1.0, max_chars / sum(map(len, texts)))
+  due = 1.0 - share
+  for text in texts:
+    for i in range(0, len(text), tokenizer.SENTENCE_CHARS):
+      due += share
+      if due >= 1.0:
+        due -= 1.0
+        yield text[i:i + tokenizer.SENTENCE_CHARS]

@@ -173,7 +173,7 @@ RANGES = _PARALLELISM | {
     "norm_epsilon": (0, 1),
     "num_vocab_tiling": (0, 10**6),
     "per_device_batch_size": (1e-6, 10**6),
-    "prefetch_batches": (0, 1000),
+    "prefetch_batches": (1, 1000),
     "profiler_steps": (1, 10**6),
     "relative_bias_buckets": (2, 10**5),
     "relative_bias_max_distance": (2, 10**8),

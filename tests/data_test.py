@@ -372,6 +372,15 @@ def test_a_position_of_other_batches_is_refused_unless_forced(corpus, key, value
   assert f"{key}={value}" in capsys.readouterr().err
 
 
+def test_a_trained_tokenizer_has_seen_every_long_document(corpus):
+  shutil.rmtree(corpus / "corpus")
+  (corpus / "corpus").mkdir()
+  for name, word in (("a", "alpha "), ("b", "beta "), ("c", "gamma ")):
+    (corpus / f"corpus/{name}.txt").write_text(word * 50_000)
+  opened = data.open(settings(corpus, tokenizer_type="bpe", max_corpus_chars=20_000, eval_fraction=0.0))
+  assert [len(opened.tokenizer.encode(f"x {word} {word}")) for word in ("alpha", "beta", "gamma")] == [3, 3, 3]
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(corpus):
   with pytest.raises(ConfigError, match=r"^vocab_size=200: .* 259 pieces. Set vocab_size=384"):
     data.open(settings(corpus, vocab_size=200))
