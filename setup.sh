@@ -118,8 +118,8 @@ record() { # the environment that scripts of this user start in when none is act
 stamp=$VENV/setup.stamp
 base="$(cat "$here/requirements.txt" "$here/constraints.txt" | cksum) $extra $MODE $JAX_VERSION minimal=$MINIMAL"
 dev="dev $(cksum <"$here/requirements-dev.txt")"
-if [ "$MODE" = stable ] && [ -z "$DRY_RUN" ] && [ -x "$python" ] && grep -qxF "$base" "$stamp" 2>/dev/null &&
-  { [ -z "$DEV" ] || grep -qxF "$dev" "$stamp"; }; then
+has_stamp() { [ -x "$python" ] && [ -z "$DRY_RUN" ] && grep -qxF "$1" "$stamp" 2>/dev/null; }
+if [ "$MODE" = stable ] && has_stamp "$base" && { [ -z "$DEV" ] || has_stamp "$dev"; }; then
   record
   say "nothing to do: $VENV is ready for $DEVICE"
   exit 0
@@ -131,17 +131,18 @@ version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/n
 suitable() { case $(version "$1") in 3.11 | 3.12 | 3.13) ;; *) return 1 ;; esac; }
 
 find_python() { # prints a suitable Python, one with ensurepip if there is any; a pyenv shim may exist and yet not run
-  local name path first='' root=${PYENV_ROOT:-$HOME/.pyenv}
-  for name in python3 python3.12 python3.13 python3.11 python /usr/bin/python3.1[123] /usr/local/bin/python3.1[123] \
-    /opt/homebrew/bin/python3.1[123] "$root"/versions/3.1[123].*/bin/python; do
-    if ! path=$(command -v "$name") || ! suitable "$path"; then continue; fi
+  local path without=''
+  while IFS= read -r path; do
+    if ! suitable "$path"; then continue; fi
     if "$path" -c 'import ensurepip' 2>/dev/null; then
       echo "$path"
       return
     fi
-    first=${first:-$path}
-  done
-  [ -n "$first" ] && echo "$first"
+    without=${without:-$path}
+  done < <(type -aP python3 python3.12 python3.13 python3.11 python
+    ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[123].*/bin/python \
+      "$HOME"/.local/share/uv/python/cpython-3.1[123].*/bin/python3 2>/dev/null)
+  [ -n "$without" ] && echo "$without"
 }
 
 install_pip() { # into the environment, from wherever there is one: Debian ships ensurepip in a package of its own
@@ -171,8 +172,9 @@ elif [ -e "$VENV/pyvenv.cfg" ]; then
 fi
 if [ -z "$maker" ]; then
   if [ -z "$PYTHON" ]; then
-    maker=$(find_python) || fail 2 "Python 3.11, 3.12 or 3.13 is needed, this machine has $(version python3 || echo none). \
-Way out: sudo apt-get install python3.11 python3.11-venv, or: PYTHON=/path/to/python3.12 bash setup.sh"
+    maker=$(find_python) ||
+      fail 2 "Python 3.11, 3.12 or 3.13 is needed, this machine has $(version python3 || echo none). Way out: \
+sudo apt-get install python3.11 python3.11-venv, or: PYTHON=/path/to/python3.12 bash setup.sh"
   elif ! maker=$(command -v "$PYTHON") || ! suitable "$maker"; then
     fail 2 "PYTHON=$PYTHON is $(version "$PYTHON" || echo "no Python that runs"); 3.11, 3.12 or 3.13 is needed"
   fi
@@ -210,12 +212,13 @@ pip_install() { # tried three times: downloads of this size do break
       sleep $((attempt * 2))
     fi
     printf '\n--- pip install %s\n' "$*" >>"$log"
-    "$python" -m pip install --progress-bar off --no-input "$@" 2>&1 | tee -a "$log" | progress && return
+    "$python" -m pip install --no-compile --progress-bar off --no-input "$@" 2>&1 | tee -a "$log" | progress && return
     tail -n 20 "$log" | grep -q 'No space left' && break
   done
   fail 1 "pip failed: $(grep '^ERROR' "$log" | tail -n 1 | cut -c 1-200) Log: $log"
 }
 
+if [ -z "$DRY_RUN" ] && ! has_stamp "$base"; then : >"$stamp"; fi # until this ends well, nothing is known to be there
 if [ "$MODE" = libtpu-only ]; then
   wheel=$LIBTPU_GCS_PATH
   case $wheel in gs://*)
@@ -237,12 +240,13 @@ if [ -n "$MINIMAL" ]; then
   if [ -z "$DRY_RUN" ]; then sed '/^-c /d; /^# MINIMAL/,$d' "$here/requirements.txt" >"$requirements"; fi
 fi
 started=$SECONDS
-if grep -qxF "$base" "$stamp" 2>/dev/null && [ "$MODE" = stable ]; then
+if [ "$MODE" = stable ] && has_stamp "$base"; then
   say "adding what tests need"
   pip_install -r "$here/requirements-dev.txt"
 else
   say "installing for $DEVICE${extra:+ (jax[$extra])} into $VENV; minutes the first time. Log: $log"
-  pip_install -c "$here/constraints.txt" -r "$requirements" ${DEV:+-r "$here/requirements-dev.txt"} ${extra:+"jax[$extra]"}
+  pip_install -c "$here/constraints.txt" -r "$requirements" ${extra:+"jax[$extra]"} \
+    ${DEV:+-r "$here/requirements-dev.txt"}
 fi
 linux_x86= # where libtpu exists; jax's extra "tpu" names the one that belongs to it
 [ "$(uname -s) $(uname -m)" = "Linux x86_64" ] && [ -z "$MINIMAL" ] && linux_x86=1
@@ -258,7 +262,11 @@ elif [ "$MODE" = nightly ]; then
 fi
 [ -n "$DRY_RUN" ] && exit 0
 
-jax=$("$python" -c 'import jax; print(jax.__version__)' 2>>"$log") || fail 1 "jax is installed, yet does not start. Log: $log"
+# The check that it works also writes the byte code of what training imports, which pip (--no-compile) left to be done.
+check='import jax, flax.nnx, matplotlib.figure, optax, orbax.checkpoint, rich.progress, sentencepiece, yaml
+jax.jit(lambda x: x @ x)(jax.numpy.ones((2, 2))); print(jax.__version__)'
+jax=$(PYTHONDONTWRITEBYTECODE='' JAX_PLATFORMS=cpu "$python" -c "$check" 2>>"$log") ||
+  fail 1 "installed, yet jax does not start: $(tail -n 1 "$log" | cut -c 1-200) Log: $log"
 { printf '%s\n' "$base"; if [ -n "$DEV" ]; then printf '%s\n' "$dev"; fi; } >"$stamp"
 record
 say "ready in $((SECONDS - started)) s: jax $jax for $DEVICE, Python $(version "$python"), $VENV"
