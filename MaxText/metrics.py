@@ -191,6 +191,16 @@ class _File:
               " written.", flush=True)
       self._warned = True
 
+  def copy(self):
+    """Copies the file to its remote place; a failure is one line, for the next copy brings everything again."""
+    from etils import epath
+
+    try:
+      with open(self.path, "rb") as file:
+        epath.Path(self.remote).write_bytes(file.read())
+    except Exception as error:  # of whatever library serves this kind of place
+      print(f"warning: {self.remote}: {error}. Trying again later.", flush=True)
+
   def close(self):
     self.append(b"")
     os.close(self._descriptor)
@@ -252,10 +262,10 @@ class Recorder:
     self._last_step = None
     self._eval = {}
     self._ends = collections.deque(maxlen=100)  # when the last steps ended, for the ETA
-    self._uploader, self._upload = concurrent.futures.ThreadPoolExecutor(1), None
+    self._sender, self._unsent = concurrent.futures.ThreadPoolExecutor(1), set()
     self._scratch = None
     self._open_files(num_parameters)
-    self._bar = _bar(cfg.steps) if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else None
+    self._bar = _bar(cfg.steps, first_step) if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else None
 
   def __enter__(self):
     return self
@@ -363,8 +373,8 @@ class Recorder:
     self._write_events()
     for file in self._files:
       file.close()
-    self._send(all_files=True, last=True)
-    self._uploader.shutdown()
+    self._send(all_files=True)
+    self._sender.shutdown()
     if self._scratch:
       shutil.rmtree(self._scratch, ignore_errors=True)
     self._active = False
@@ -396,9 +406,12 @@ class Recorder:
     if file.remote:
       from etils import epath
 
-      source = epath.Path(file.remote)
-      if source.exists():
-        file.append(source.read_bytes())
+      try:
+        source = epath.Path(file.remote)
+        if source.exists():
+          file.append(source.read_bytes())
+      except Exception as error:  # of whatever library serves this kind of place
+        raise errors.StorageError(f"cannot read {file.remote}: {error}") from error
     _cut(file.path, self._first_step)
     return file
 
@@ -419,16 +432,15 @@ class Recorder:
       self._events.append(self._event_bytes)
       self._event_bytes = b""
 
-  def _send(self, all_files, last=False):
-    """Copies files to their remote places in the background; skipped while an earlier copy is under way."""
-    files = [f for f in self._files if f.remote and (all_files or f is self._events)]
-    if not files:
-      return
-    if self._upload and not self._upload.done():
-      if not last:
-        return
-      self._upload.result()
-    self._upload = self._uploader.submit(_copy_to_remote, [(f.path, f.remote) for f in files])
+  def _send(self, all_files):
+    """Has files copied to their remote places in the background."""
+    self._unsent.update(f for f in self._files if f.remote and (all_files or f is self._events))
+    if self._unsent:
+      self._sender.submit(self._copy_unsent)
+
+  def _copy_unsent(self):
+    while self._unsent:  # what was added several times meanwhile is copied once
+      self._unsent.pop().copy()
 
   def _write(self, name, data):
     """Writes a small file into the run directory."""
@@ -476,8 +488,8 @@ class Recorder:
       try:
         plot(path, _rows(self._metrics.path), _rows(self._evals.path), self._cfg.run_name,
              math.log(self._cfg.vocab_size))
-      except ImportError:
-        self.note("note: no training.png: matplotlib is not installed.")
+      except Exception as error:  # the run is done and well, whatever ails its picture
+        self.note(f"note: no training.png: {error}")
         return
       with open(path, "rb") as file:
         self._write("training.png", file.read())
@@ -507,7 +519,7 @@ def _rows(path):
         yield json.loads(line)
 
 
-def _bar(steps):
+def _bar(steps, first_step):
   """A started progress bar that stays under the lines printed meanwhile, and goes when it is stopped."""
   from rich import console, progress
 
@@ -515,22 +527,10 @@ def _bar(steps):
       progress.BarColumn(None), progress.TextColumn("{task.completed:.0f}/{task.total:.0f}"),
       progress.TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s  eta {task.fields[eta]}"),
       console=console.Console(), transient=True, expand=True, refresh_per_second=4)
-  bar.add_task("", total=steps, loss="-", speed="-", eta="-")
+  bar.add_task("", total=steps, completed=first_step, loss="-", speed="-", eta="-")
   bar.start()
   bar.console.show_cursor(True)  # a process that is killed cannot bring a hidden cursor back
   return bar
-
-
-def _copy_to_remote(pairs):
-  """Copies local files to remote places; a failure is one line, for the next copy brings everything again."""
-  from etils import epath
-
-  for local, remote in pairs:
-    try:
-      with open(local, "rb") as file:
-        epath.Path(remote).write_bytes(file.read())
-    except Exception as error:  # of whatever library serves this kind of place
-      print(f"warning: {remote}: {error}. Trying again later.", flush=True)
 
 
 def _peak_host_bytes():
@@ -564,7 +564,7 @@ def _summary_lines(summary):
     lines.append(f"  loss: {summary['loss_start']:.3f} -> {summary['loss_end']:.3f}{evaluation} "
                  f"(a uniform guess: {summary['loss_uniform']:.3f})")
   if summary["skipped_steps"]:
-    lines.append(f"  skipped: {summary['skipped_steps']} steps whose gradient was not finite or too large")
+    lines.append(f"  skipped steps: {summary['skipped_steps']} (gradient not finite or too large)")
   shares = (f"{kind.replace('_', ' ')} {_duration(spent)} ({spent / wall:.0%})"
             for kind, spent in seconds.items() if spent >= 0.05)
   lines.append(f"  time: {', '.join(shares)}")

@@ -247,7 +247,7 @@ def test_a_run_that_is_stopped_says_by_what_and_draws_nothing(tmp_path):
 def test_without_matplotlib_there_is_a_note_instead_of_the_picture(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, "matplotlib", None)
   record(config(tmp_path), 0, 3)
-  assert "matplotlib is not installed" in capsys.readouterr().out
+  assert "note: no training.png: import of matplotlib" in capsys.readouterr().out
   assert (tmp_path / "run/summary.json").exists()
 
 
