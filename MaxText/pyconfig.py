@@ -553,7 +553,7 @@ def nearest(name, names):
   """` Did you mean ...?` or nothing."""
   import difflib  # here: 5 ms that only a mistake should cost
 
-  found = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6) or [n for n in names if name and name in n][:1]
+  found = difflib.get_close_matches(name.lower(), names, n=1) or [n for n in names if name and name in n][:1]
   return f" Did you mean {found[0]}?" if found else ""
 
 
