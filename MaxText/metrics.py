@@ -207,18 +207,19 @@ class _File:
 
 
 def _cut(path, first_step):
-  """Ends a JSONL file before its first line that is torn or of a step >= first_step.
+  """Ends a JSONL file before its first line of a step >= first_step, or its last one if that is torn.
 
   Lines are in order of steps, so this drops what a resumed run will write again; it needs no room on a full disk.
+  Raises StorageError when the file holds anything else: it is somebody's.
   """
   end = 0
   with open(path, "rb") as file:
     for line in file:
       try:
-        if json.loads(line)["step"] >= first_step or not line.endswith(b"\n"):
+        if not line.endswith(b"\n") or json.loads(line)["step"] >= first_step:
           break
-      except ValueError:
-        break
+      except (ValueError, KeyError, TypeError) as error:
+        raise errors.StorageError(f"{path} holds something other than metrics. Choose another place.") from error
       end += len(line)
   os.truncate(path, end)
 

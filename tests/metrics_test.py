@@ -212,6 +212,14 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     recorder(config(tmp_path))
 
 
+def test_a_file_that_is_not_ours_is_left_alone(tmp_path):
+  for text in ("thesis, last chapter\n", '{"a": 1}\n', "5\n"):
+    (tmp_path / "thesis").write_text(text)
+    with pytest.raises(errors.StorageError, match="something other than metrics"):
+      recorder(config(tmp_path, metrics_file=str(tmp_path / "thesis")))
+    assert (tmp_path / "thesis").read_text() == text
+
+
 def test_only_process_0_writes(tmp_path, capsys):
   with recorder(config(tmp_path), process_index=1) as run:
     run.step(0, scalars(0), seconds=0.5)
