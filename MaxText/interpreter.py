@@ -14,7 +14,8 @@ _GUARD = "MAXTEXT_STARTED_BY"
 
 
 def ensure():
-  """Goes on in this process if its Python has jax, else starts the same command again (same process id) in one that has.
+  """Goes on in this process if its Python has jax, else starts the same command, under the same process id, in one
+  that has.
 
   In order: the environment MAXTEXT_VENV, `.venv` in this folder, the one that setup.sh recorded last for this user.
   Exits with code 2 and one line when there is none. Must run before anything else is imported.
@@ -50,20 +51,6 @@ def start(need_run_name=True):
 
   with errors.as_exit_codes():
     cfg = pyconfig.load(sys.argv[1:], need_run_name=need_run_name)
-    topology.set_environment(cfg)
-  return cfg
-
-
-def start(**options):
-  """The config of the command line, in a process that has jax, with the environment set as jax is to find it.
-
-  What an entry script does first: a wrong command line is answered before jax is imported. `options` are pyconfig.load's.
-  """
-  ensure()
-  from MaxText import errors, pyconfig, topology
-
-  with errors.as_exit_codes():
-    cfg = pyconfig.load(sys.argv[1:], **options)
     topology.set_environment(cfg)
   return cfg
 
