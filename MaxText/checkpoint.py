@@ -14,11 +14,13 @@ network would cost as much as the save, and the store keeps checksums of its own
 """
 
 import concurrent.futures
+import contextlib
 import errno
 import fcntl
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -98,7 +100,7 @@ class Checkpointer:
     target = self.directory / (str(step) if self._remote else f"{step}.saving")
     ocp = _orbax()
     try:
-      if self._failures:
+      if self._failures and self._writes:
         self._remove_leftovers()
       self._saver = self._saver or ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True))
       self._saver.save(target / "state", args=ocp.args.PyTreeSave(state))
@@ -177,22 +179,27 @@ class Checkpointer:
   def _fail(self, step, error):
     """One warning line; what was written of the step is removed, and Orbax is started afresh next time."""
     self._error, self._failures, self._saver = _reason(error), self._failures + 1, None
-    try:
-      self._remove_leftovers()
-      latest = self.latest_step()
-    except OSError:  # storage that is gone altogether; the next save tries again
-      latest = self._last_step
+    latest = self._last_step
+    # Tensors whose writing did not fail are still being written, and bring directories back.
+    for _ in range(10 if self._writes else 0):
+      with contextlib.suppress(OSError):  # or the storage is gone altogether; the next save tries again
+        latest = self.latest_step()
+        if not self._remove_leftovers():
+          break
+      time.sleep(0.2)
     before = "there is none before it" if latest is None else f"step {latest} stays the newest"
     _warn(f"saving step {step} failed ({self._error}): {before}. "
           f"Failure {self._failures} of {FAILURES_IN_A_ROW} in a row before the run ends.")
 
   def _remove_leftovers(self):
-    if not self._writes:
-      return
-    for entry in list(self.directory.iterdir()):
+    """Removes what killed or failed saves and removals left; returns how many directories that were."""
+    removed = 0
+    for entry in _entries(self.directory):
       killed = re.fullmatch(r"\d+\.(saving|deleting)", entry.name)
       if killed or (self._remote and entry.name.isdecimal() and not (entry / "manifest.json").exists()):
         entry.rmtree(missing_ok=True)
+        removed += 1
+    return removed
 
   def _remove_old(self):
     """Keeps the newest max_num_checkpoints_to_keep, and every multiple of checkpoint_keep_period besides."""
@@ -222,7 +229,7 @@ class Checkpointer:
         kept = self._set_aside(step)
         then = f"trying step {candidates[i + 1]}" if i + 1 < len(candidates) else "there is none before it"
         _warn(f"step {step} is damaged ({reason}): kept as {kept}, {then}")
-    corrupt = sorted(entry.name for entry in self.directory.iterdir() if re.fullmatch(r"\d+\.corrupt\d*", entry.name))
+    corrupt = sorted(x.name for x in _entries(self.directory) if re.fullmatch(r"\d+\.corrupt\d*", x.name))
     if corrupt:
       raise errors.CheckpointError(
           f"{self.directory} holds damaged checkpoints only ({', '.join(corrupt)}; {reason}). "
@@ -361,7 +368,7 @@ def load_parameters(path, abstract_params):
   """The parameters of another checkpoint, read without its optimizer state, cast to the types of abstract_params.
 
   path: a run directory, its checkpoints directory or one step in it, local or gs://; of several steps the newest sound
-  one. abstract_params: pytree of jax.ShapeDtypeStruct with shardings. Raises CheckpointError when there is no sound one,
+  one. abstract_params: pytree of jax.ShapeDtypeStruct with shardings. Raises CheckpointError when none is sound,
   ConfigError naming the first tensor whose name or shape differs.
   """
   step = _sound_checkpoint(path, "load_parameters_path")
@@ -493,8 +500,16 @@ def _digest(manifest):
   return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
+def _entries(directory):
+  """The paths in a directory; none when it is missing, as an empty one is on an object store."""
+  try:
+    return list(directory.iterdir())
+  except (FileNotFoundError, NotADirectoryError):
+    return []
+
+
 def _files(directory):
-  for entry in directory.iterdir():
+  for entry in _entries(directory):
     if entry.is_dir():
       yield from _files(entry)
     else:
@@ -503,9 +518,7 @@ def _files(directory):
 
 def _steps(directory, remote, sound=True):
   """Yields the steps in a directory: those named by a number; not `sound`: also what only looks like one."""
-  if not directory.is_dir():
-    return
-  for entry in directory.iterdir():
+  for entry in _entries(directory):
     number = entry.name.isdecimal() and entry.name == str(int(entry.name))
     if number and ((entry / "manifest.json").exists() or (not sound and not remote)):
       yield int(entry.name)
@@ -521,9 +534,13 @@ def _named(tree):
 def _orbax():
   """orbax.checkpoint, imported late because it is slow, and made quiet: what it logs becomes one line of ours."""
   import orbax.checkpoint as ocp
-  from absl import logging
+  from absl import logging as absl_logging
 
-  logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
+  def is_from_others(record):
+    return "orbax" not in record.pathname and "orbax" not in record.getMessage()
+
+  absl_logging.get_absl_logger().addFilter(is_from_others)
+  logging.getLogger("asyncio").addFilter(is_from_others)  # "Task exception was never retrieved"
   report = sys.unraisablehook
 
   def report_others(unraisable):
