@@ -194,7 +194,7 @@ RANGES = _PARALLELISM | {
 
 # Heads and mlp, emb and layers of global_parameter_scale 1; each doubling widens the next of the three in turn.
 LADDER = {"base_emb_dim": 2560, "base_num_query_heads": 8, "base_num_kv_heads": 8, "base_mlp_dim": 8192,
-          "base_num_decoder_layers": 16}  # fmt: skip
+          "base_num_decoder_layers": 16}
 LADDER_DEFAULTS = {"head_dim": 256, "vocab_size": 32768, "max_target_length": 2048}
 
 # Float32 logits of one piece per device that num_vocab_tiling=0 aims at: what fits the caches of CPUs poorly anyway and
@@ -217,7 +217,7 @@ class Config:
     if facts is not None:
       values |= resolved(values, facts)
     for name, value in (("given", given), ("facts", facts), ("_values", values),
-                        ("_hash", hash(tuple(sorted(values.items(), key=lambda item: item[0]))))):  # fmt: skip
+                        ("_hash", hash(tuple(sorted(values.items(), key=lambda item: item[0]))))):
       object.__setattr__(self, name, value)
 
   def __getattr__(self, name):
@@ -314,7 +314,7 @@ def find(path):
     raise ConfigError(f"{show(path)} is a directory. Name a YAML file in it, such as configs/base.yml.")
   if not path.endswith((".yml", ".yaml")):
     raise ConfigError(f"argument {show(path)} is neither a YAML file nor key=value. "
-                      "Usage: train.py configs/base.yml [recipe.yml ...] key=value ...")  # fmt: skip
+                      "Usage: train.py configs/base.yml [recipe.yml ...] key=value ...")
   known = [os.path.relpath(name, REPO) for name in glob.glob(os.path.join(REPO, "configs", "*.yml"))]
   raise ConfigError(f"config file {show(path)} not found.{nearest(path, known)} Recipes: {os.path.dirname(BASE)}")
 
@@ -349,13 +349,13 @@ def join_old_keys(given, named, parts):
   """Old names that make one key of ours together."""
   if "assets_path" in parts or "vocab_relative_path" in parts:
     given["tokenizer_path"] = os.path.join(
-        parts.get("assets_path", "assets"), parts.get("vocab_relative_path", "tokenizer"))  # fmt: skip
+        parts.get("assets_path", "assets"), parts.get("vocab_relative_path", "tokenizer"))
     named.add("tokenizer_path")
   step = parts.get("load_from_other_directory_step", "-1")
   if step != "-1":
     need(given["load_full_state_path"] and step.isdecimal(),
          f"load_from_other_directory_step={show(step)} is no step of load_full_state_path="
-         f"{show(given['load_full_state_path'])}. Give load_full_state_path=<checkpoints>/<step>.")  # fmt: skip
+         f"{show(given['load_full_state_path'])}. Give load_full_state_path=<checkpoints>/<step>.")
     given["load_full_state_path"] = os.path.join(given["load_full_state_path"], step)
 
 
@@ -372,7 +372,7 @@ def expand(given, named):
     clash = sorted(set(named) & set(LADDER))
     if clash:
       raise ConfigError(f"{clash[0]}={given[clash[0]]} and global_parameter_scale={scale} both set the model's size. "
-                        "Give one of them; global_parameter_scale=0 takes the base_* sizes.")  # fmt: skip
+                        "Give one of them; global_parameter_scale=0 takes the base_* sizes.")
     rounds, rest = divmod(scale.bit_length() - 1, 3)
     doublings = {"base_emb_dim": rounds + (rest > 1), "base_num_decoder_layers": rounds}
     given |= {key: size << doublings.get(key, rounds + (rest > 0)) for key, size in LADDER.items()}
@@ -431,7 +431,7 @@ def parse(source, name):
   pairs = {}
   try:
     events = (e for e in yaml.parse(source, Loader=yaml.SafeLoader)
-              if not isinstance(e, (yaml.StreamStartEvent, yaml.StreamEndEvent, yaml.DocumentEndEvent)))  # fmt: skip
+              if not isinstance(e, (yaml.StreamStartEvent, yaml.StreamEndEvent, yaml.DocumentEndEvent)))
     if next(events, None) is None:
       return {}
     start = next(events)
@@ -568,7 +568,7 @@ def derive(given):
   """All values: those given, with -1, 0.0 and "~" replaced by what they stand for, and those that follow from them."""
   v = dict(given)
   for key in ("base_output_directory", "jax_cache_dir", "data_cache_dir", "metrics_file", "tokenizer_path",
-              "load_parameters_path", "load_full_state_path"):  # fmt: skip
+              "load_parameters_path", "load_full_state_path"):
     v[key] = os.path.expanduser(v[key])
   for key in ("dataset_path", "eval_dataset_path"):
     v[key] = ",".join(os.path.expanduser(part.strip()) for part in v[key].split(","))
@@ -609,7 +609,7 @@ def validate_each(given):
   for key, (low, high, *extra) in RANGES.items():
     also = f" or {extra[0]}" if extra else ""
     need(low <= given[key] <= high or given[key] in extra,
-         f"{key}={show(given[key])} must be from {low:_} to {high:_}{also}.")  # fmt: skip
+         f"{key}={show(given[key])} must be from {low:_} to {high:_}{also}.")
 
 
 def validate_together(v):
@@ -621,7 +621,7 @@ def validate_together(v):
   # Steps.
   need(v["steps"] != -1, "steps=-1 takes learning_rate_schedule_steps, which is -1 too. Give one of them.")
   need(v["warmup_steps"] <= v["learning_rate_schedule_steps"], f"{these('warmup_steps')} must not be more than "
-       f"{these('learning_rate_schedule_steps')}. Lower it, or give warmup_steps_fraction instead.")  # fmt: skip
+       f"{these('learning_rate_schedule_steps')}. Lower it, or give warmup_steps_fraction instead.")
   need(v["adam_eps"] or v["adam_eps_root"],
        f"{these('adam_eps', 'adam_eps_root')} divide by zero where a gradient is 0. Set adam_eps=1e-8.")
   need(v["target_eval_loss"] == 0 or v["eval_interval"] != -1,
@@ -630,11 +630,11 @@ def validate_together(v):
   # Run and paths.
   need(not v["run_name"] or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", v["run_name"]),
        f"{these('run_name')} must be at most 128 letters, digits, dots, underscores and dashes, and not start with "
-       "a dot or dash. Where runs go is base_output_directory.")  # fmt: skip
+       "a dot or dash. Where runs go is base_output_directory.")
   out = v["base_output_directory"]
   need(out, "base_output_directory= is empty. Give a directory or gs://bucket/path; . is the working directory.")
   for key in ("base_output_directory", "load_parameters_path", "load_full_state_path", "dataset_path",
-              "eval_dataset_path", "tokenizer_path", "jax_cache_dir"):  # fmt: skip
+              "eval_dataset_path", "tokenizer_path", "jax_cache_dir"):
     need("://" not in v[key].replace("gs://", ""), f"{these(key)} must be a local path or gs://bucket/path.")
   for key in ("metrics_file", "data_cache_dir"):
     need("://" not in v[key], f"{these(key)} must be a local path.")
@@ -666,7 +666,7 @@ def validate_together(v):
   # Model.
   heads, kv_heads, position = v["num_query_heads"], v["num_kv_heads"], v["position_embedding"]
   need(heads % kv_heads == 0, f"{these('base_num_query_heads')} must be a multiple of {these('base_num_kv_heads')}. "
-       f"Set base_num_kv_heads={math.gcd(heads, kv_heads)}.")  # fmt: skip
+       f"Set base_num_kv_heads={math.gcd(heads, kv_heads)}.")
   need(1 <= len(v["mlp_activations"]) <= 2,
        f"{these('mlp_activations')} must be one name, or two for a gated layer: [silu, linear].")
   need(not position.startswith("rope") or v["head_dim"] % 2 == 0,
@@ -696,7 +696,7 @@ def validate_together(v):
   need(v["tokenizer_path"] or not reads_path,
        "tokenizer_type=sentencepiece needs tokenizer_path, a SentencePiece model file.")
   need(reads_path or not v["tokenizer_path"], f"{these('tokenizer_type')} does not read {these('tokenizer_path')}. "
-       "Set tokenizer_type=sentencepiece or leave tokenizer_path out.")  # fmt: skip
+       "Set tokenizer_type=sentencepiece or leave tokenizer_path out.")
 
   # Mesh.
   for net in ("ici", "dcn"):
@@ -746,10 +746,10 @@ def resolved(v, facts):
       ("length", "max_target_length"), ("embed", "base_emb_dim"), ("norm", "base_emb_dim"),
       ("heads", "base_num_query_heads"), ("act_heads", "base_num_query_heads"), ("kv_heads", "base_num_kv_heads"),
       ("head_dim", "head_dim"), ("mlp", "base_mlp_dim"), ("vocab", "vocab_size"), ("layers", "base_num_decoder_layers"),
-  ):  # fmt: skip
+  ):
     if v[key] % shards[name]:
       raise ConfigError(f"{key}={v[key]} must be a multiple of {shards[name]}: {sharded_over(name)}. "
-                        f"Change it or the mesh, or set logical_axis_rules=[[{name},[]]].")  # fmt: skip
+                        f"Change it or the mesh, or set logical_axis_rules=[[{name},[]]].")
 
   def rows(key):
     count = v[key] * num_devices
@@ -758,7 +758,7 @@ def resolved(v, facts):
     makes, way_out = f"{key}={v[key]} x {num_devices} devices makes {count:g} rows", f"Set {key}={enough:.9g}"
     need(whole and abs(count - whole) <= 1e-6 * count, f"{makes}, not a whole number. {way_out}.")
     need(whole % shards["batch"] == 0, f"{makes}, not a multiple of {shards['batch']}: {sharded_over('batch')}. "
-         f"{way_out} or change the mesh.")  # fmt: skip
+         f"{way_out} or change the mesh.")
     return whole
 
   r["micro_batch_size"] = rows("per_device_batch_size")
@@ -771,12 +771,12 @@ def resolved(v, facts):
   if v["num_vocab_tiling"]:
     if local_length % v["num_vocab_tiling"]:
       raise ConfigError(f"num_vocab_tiling={v['num_vocab_tiling']} must divide the {local_length} tokens of a row that "
-                        "each device has. 0 picks one.")  # fmt: skip
+                        "each device has. 0 picks one.")
   else:
     logits_bytes = 4 * local_rows * local_length * v["vocab_size"] // shards["act_vocab"]
     limit = LOGITS_BYTES.get(platform, LOGITS_BYTES["cpu"])
     r["num_vocab_tiling"] = next(n for n in range(1, local_length + 1) if local_length % n == 0
-                                 and (logits_bytes <= n * limit or n == local_length))  # fmt: skip
+                                 and (logits_bytes <= n * limit or n == local_length))
   return r
 
 
@@ -794,7 +794,7 @@ def filled(v, net, found, what):
     return tuple(found // fixed if size == -1 else size for size in shape)
   if fixed != found:
     rule = f"must divide the {found} {what} found. Lower it." if -1 in shape else (
-        f"needs {fixed} {what}, found {found}. Set one {net}_* to -1 to fill it.")  # fmt: skip
+        f"needs {fixed} {what}, found {found}. Set one {net}_* to -1 to fill it.")
     raise ConfigError(f"{product(v, net)} {rule}")
   return tuple(shape)
 
@@ -810,13 +810,13 @@ def kernel(v, dtype, platform, kind, shard_length):
           v["head_dim"] % 8 == 0 and v["head_dim"] <= (256 if hopper else 128),
       "it has no attn_logits_soft_cap": v["attn_logits_soft_cap"] == 0,
       "it has no relative_bias": v["position_embedding"] != "relative_bias",
-  }  # fmt: skip
+  }
   flash = {
       f"it needs TPUs (or CPUs, which emulate it slowly), and these are {platform} devices ({kind})": platform != "gpu",
       f"it needs a multiple of 128 tokens per shard; max_target_length={v['max_target_length']} makes {shard_length}":
           shard_length % 128 == 0,
       "it has no relative_bias": v["position_embedding"] != "relative_bias",
-  }  # fmt: skip
+  }
   table = {"dot": {}, "flash": flash, "cudnn": cudnn}
   asked = v["attention"]
   if asked == "auto":
@@ -863,5 +863,5 @@ def describe(cfg):
     lines.append(f"devices: {cfg.num_devices} x {cfg.facts[1]}, slices: {cfg.num_slices}, "
                  f"mesh: {' x '.join(mesh) or 'none'}, dtype: {cfg.dtype}, attention: {cfg.attention}, "
                  f"logits in pieces: {cfg.num_vocab_tiling}, "
-                 f"tokens per step: {cfg.global_batch_size} x {cfg.max_target_length}")  # fmt: skip
+                 f"tokens per step: {cfg.global_batch_size} x {cfg.max_target_length}")
   return lines

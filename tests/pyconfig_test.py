@@ -74,7 +74,7 @@ def file(tmp_path, text, name="mine.yml"):
     ("metrics_file", "on", "on"), ("metrics_file", "2026-01-01", "2026-01-01"), ("metrics_file", "null", "null"),
     ("metrics_file", '""', ""), ("metrics_file", "'a b'", "a b"), ("xla_flags", "--a=1 --b=c=d", "--a=1 --b=c=d"),
     ("mlp_activations", "[gelu]", ("gelu",)), ("mlp_activations", '["silu", "linear"]', ("silu", "linear")),
-])  # fmt: skip
+])
 def test_a_scalar_is_read_the_same_way_in_files_and_arguments(tmp_path, key, written, value):
   more = ["learning_rate_schedule_steps=9"] if written == "-1" else []
   for cfg in (load(f"{key}={written}", *more), load(file(tmp_path, f"{key}: {written}\n"), *more)):
@@ -131,7 +131,7 @@ def test_a_saved_config_is_a_first_argument_and_gives_the_same_config(tmp_path):
   for argv in ((), ("steps=-1", "learning_rate_schedule_steps=9"), ("global_parameter_scale=16", "head_dim=64"),
                ("global_parameter_scale=2",), ("logical_axis_rules=[[embed,[]]]", 'mlp_activations=["gelu"]'),
                ("metrics_file=a b: #c 'd' \"e\" é", "xla_flags=--x={y}"),
-               ("dataset_type=synthetic", "adam_eps=1e-30")):  # fmt: skip
+               ("dataset_type=synthetic", "adam_eps=1e-30")):
     cfg = load(*argv)
     pyconfig.dump(pyconfig.resolve(cfg, cpus(8)), tmp_path / "config.yml")
     again = pyconfig.load([str(tmp_path / "config.yml")])
@@ -185,7 +185,7 @@ def test_values_follow_from_others():
 
 def test_zero_is_a_value():
   cfg = load("gradient_clipping_threshold=0", "adam_b1=0", "learning_rate=0", "warmup_steps=0", "steps=0",
-             "adam_weight_decay=0", "skip_first_n_steps_for_profiler=0", "learning_rate_final_fraction=0")  # fmt: skip
+             "adam_weight_decay=0", "skip_first_n_steps_for_profiler=0", "learning_rate_final_fraction=0")
   assert cfg.gradient_clipping_threshold == cfg.adam_b1 == cfg.learning_rate == cfg.warmup_steps == cfg.steps == 0
   assert cfg.adam_weight_decay == cfg.learning_rate_final_fraction == 0
 
@@ -203,7 +203,7 @@ def test_run_name_falls_back_to_the_job_and_is_needed_for_training_only(monkeypa
 def test_the_ladder_doubles_the_reference_sizes():
   published = {1: (2560, 8, 8192, 16), 2: (2560, 16, 16384, 16), 4: (5120, 16, 16384, 16), 8: (5120, 16, 16384, 32),
                16: (5120, 32, 32768, 32), 32: (10240, 32, 32768, 32), 64: (10240, 32, 32768, 64),
-               128: (10240, 64, 65536, 64)}  # fmt: skip
+               128: (10240, 64, 65536, 64)}
   for scale, sizes in published.items():
     cfg = load(f"global_parameter_scale={scale}")
     assert (cfg.emb_dim, cfg.num_query_heads, cfg.mlp_dim, cfg.num_decoder_layers) == sizes
@@ -258,7 +258,7 @@ def test_every_key_of_the_reference_is_ours_or_renamed_or_refused_with_a_reason(
     ("reuse_example_batch=1", {"reuse_example_batch": True}), ("compile_topology_num_slices=-1", {}),
     ("record_internal_nn_metrics=0", {}), ("int8_training=False", {}), ("fwd_int8=true", {}),
     ("load_from_other_directory=tests", {"load_full_state_path": "tests"}),
-])  # fmt: skip
+])
 def test_an_old_name_is_taken_with_a_note(capsys, monkeypatch, argument, ours):
   monkeypatch.chdir(REPO)
   assert load(argument).given == load().given | ours
@@ -279,10 +279,10 @@ def test_two_old_keys_make_one_of_ours(tmp_path):
 
 def test_commands_of_the_reference_parse():
   load("base_output_directory=gs://b", "steps=10", "enable_checkpointing=False", "dataset_type=synthetic",
-       "dataset_path=gs://d", "ici_tensor_parallelism=4", "reuse_example_batch=1", "use_iota_embed=true")  # fmt: skip
+       "dataset_path=gs://d", "ici_tensor_parallelism=4", "reuse_example_batch=1", "use_iota_embed=true")
   compiled = pyconfig.load(
       ["MaxText/configs/base.yml", "compile_topology=v5e-256", "compile_topology_num_slices=2",
-       "global_parameter_scale=16", "per_device_batch_size=4"], need_run_name=False)  # fmt: skip
+       "global_parameter_scale=16", "per_device_batch_size=4"], need_run_name=False)
   v5e = [Device("tpu", "TPU v5 lite", index) for index in range(2) for _ in range(256)]
   cfg = pyconfig.resolve(compiled, v5e)
   assert cfg.mesh_shape == (2, 256, 1, 1, 1, 1) and cfg.global_batch_size == 2048 and cfg.attention == "flash"
@@ -300,7 +300,7 @@ def test_commands_of_the_reference_parse():
     (H100, ("dcn_data_parallelism=4",), (4, 1, 1, 1, 1, 1), (1, 2, 1, 1, 1, 1)),
     (tpus(8, 2), (), (2, 1, 1, 1, 1, 1), (1, 4, 1, 1, 1, 1)),
     (tpus(8, 4), ("dcn_fsdp_parallelism=2", "ici_sequence_parallelism=2"), (2, 2, 1, 1, 1, 1), (1, 1, 2, 1, 1, 1)),
-])  # fmt: skip
+])
 def test_the_mesh_is_filled_within_and_across_slices(devices, argv, dcn, ici):
   cfg = resolved(devices, *argv)
   assert (cfg.dcn_mesh_shape, cfg.ici_mesh_shape) == (dcn, ici)
@@ -319,7 +319,7 @@ def test_the_mesh_is_filled_within_and_across_slices(devices, argv, dcn, ici):
     (H100, ("position_embedding=relative_bias",), "bfloat16", "dot"),
     (H100, ("head_dim=256",), "bfloat16", "cudnn"), (A100, ("head_dim=256",), "bfloat16", "dot"),
     (H100, ("head_dim=36",), "bfloat16", "dot"),
-])  # fmt: skip
+])
 def test_auto_takes_what_the_platform_and_the_model_allow(devices, argv, dtype, attention):
   cfg = resolved(devices, *argv)
   assert (cfg.dtype, cfg.attention) == (dtype, attention)
@@ -330,7 +330,7 @@ def test_a_fraction_of_a_row_per_device_is_fine_when_the_rows_are_whole():
   assert (cfg.micro_batch_size, cfg.global_batch_size, cfg.eval_batch_size) == (4, 12, 4)
   assert resolved(cpus(3), "per_device_batch_size=0.333333333", "ici_fsdp_parallelism=1", "ici_tensor_parallelism=3",
                   "base_num_query_heads=3", "base_num_kv_heads=3", "base_mlp_dim=705", "vocab_size=4098",
-                  "base_emb_dim=255").micro_batch_size == 1  # fmt: skip
+                  "base_emb_dim=255").micro_batch_size == 1
 
 
 def test_logits_are_computed_in_pieces_that_divide_the_row_when_they_are_large():
@@ -396,7 +396,7 @@ BAD_ARGUMENTS = [  # (arguments, what the message has to name)
     (["stack_trace_to_cloud=true"], "stack_trace_to_cloud=true"),
     (["target_eval_loss=2", "eval_interval=-1"], "target_eval_loss=2.0"),
     (["base_output_directory=tests/pyconfig_test.py"], "base_output_directory=tests/pyconfig_test.py"),
-]  # fmt: skip
+]
 BAD_FILES = [  # (file, what the message has to name)
     ("steps: 1\nsteps: 2\n", "duplicate key steps=2"), ("stpes: 1\n", "unknown key stpes=1"),
     ("steps: !!python/object/apply:os.system [echo]\n", "YAML tag"), ("steps: !!int 3\n", "YAML tag"),
@@ -411,11 +411,11 @@ BAD_FILES = [  # (file, what the message has to name)
     ("base_config: nothing.yml\n", "base_config="), ("base_config: [a]\n", "base_config=[a]"),
     ("base_config: mine.yml\nstpes: 1\n", "unknown key stpes=1"), ("# " + "x" * 200_000 + "\n", "more than"),
     ("steps: 3 4\n", "steps=3 4"), ("mlp_activations: silu: linear\n", "is not YAML"), ("\ufeffstpes: 1\n", "stpes=1"),
-]  # fmt: skip
+]
 BAD_MESHES = [  # (arguments, devices, what the message has to name)
     (["ici_fsdp_parallelism=3", "ici_tensor_parallelism=4"], cpus(8),
-     "ici_fsdp_parallelism=3 x ici_tensor_parallelism=4 needs 12 devices per slice, found 8. Set one ici_* to -1 to fill "
-     "it."),
+     "ici_fsdp_parallelism=3 x ici_tensor_parallelism=4 needs 12 devices per slice, found 8. "
+     "Set one ici_* to -1 to fill it."),
     (["ici_tensor_parallelism=3"], cpus(8), "ici_tensor_parallelism=3 must divide the 8 devices per slice found"),
     (["ici_fsdp_parallelism=1"], cpus(8), "ici_*_parallelism=1 needs 1 devices per slice, found 8"),
     (["dcn_data_parallelism=3"], cpus(8), "dcn_data_parallelism=3 must divide the 8 devices"),
@@ -440,7 +440,7 @@ BAD_MESHES = [  # (arguments, devices, what the message has to name)
     (["attention=cudnn", "head_dim=256"], A100, "head_dim=256"),
     (["attention=flash"], H100, "attention=flash: it needs TPUs"),
     (["attention=flash", "max_target_length=200"], tpus(8), "max_target_length=200"),
-]  # fmt: skip
+]
 
 
 def test_there_are_a_hundred_bad_configs_and_more():
@@ -495,7 +495,7 @@ def test_what_an_existing_run_has_read_need_not_be_there_any_more(tmp_path):
     (["bad_key=1"], "bad_key=1"), (["steps=nan"], "steps=nan"),
     (["run_name=../../x; touch pwned"], "run_name=../../x;"),
     (["base_num_kv_heads=3"], "base_num_kv_heads=3"), (["nothing.yml"], "nothing.yml"), (["run_name="], "run_name="),
-])  # fmt: skip
+])
 def test_the_trainer_answers_a_wrong_command_in_half_a_second_without_jax(tmp_path, argv, names):
   def cpu_seconds():
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -506,7 +506,7 @@ def test_the_trainer_answers_a_wrong_command_in_half_a_second_without_jax(tmp_pa
     before = cpu_seconds()
     run = subprocess.run(
         [sys.executable, "-X", "importtime", os.path.join(REPO, "MaxText", "train.py"), "configs/base.yml",
-         "run_name=x", *argv], cwd=tmp_path, capture_output=True, text=True)  # fmt: skip
+         "run_name=x", *argv], cwd=tmp_path, capture_output=True, text=True)
     seconds.append(cpu_seconds() - before)
     lines = [line for line in run.stderr.splitlines() if not line.startswith("import time:")]
     assert run.returncode == 2 and len(lines) == 1 and names in lines[0] and run.stdout == ""

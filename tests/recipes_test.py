@@ -125,7 +125,7 @@ def test_a_recipe_has_its_published_number_of_parameters(name):
 def test_the_ladder_has_the_published_numbers_of_parameters(scale):
   published_model = load("configs/maxtext_1b.yml").given  # its switches, on the ladder's sizes
   switches = [f"{key}={pyconfig.text(published_model[key])}" for key in (
-      "block_layout", "use_qk_norm", "query_scaling", "mlp_activations", "normalize_embedding_logits")]  # fmt: skip
+      "block_layout", "use_qk_norm", "query_scaling", "mlp_activations", "normalize_embedding_logits")]
   cfg = load("configs/base.yml", f"global_parameter_scale={scale}", *switches)
   assert agrees(counted_by_hand(cfg) / 1e9, LADDER[scale])
   assert count_of_model(cfg) == counted_by_hand(cfg)
@@ -144,7 +144,7 @@ def test_a_recipe_resolves_to_its_published_batch_on_its_published_hardware(name
   published = RECIPES[name]
   kind = {"tpu": "TPU v4", "gpu": "NVIDIA H100 80GB HBM3"}[published.platform]
   devices = [Device(published.platform, kind, index)
-             for index in range(published.slices) for _ in range(published.chips_per_slice)]  # fmt: skip
+             for index in range(published.slices) for _ in range(published.chips_per_slice)]
   cfg = pyconfig.resolve(recipe(name), devices)
   assert cfg.global_batch_size == published.rows and cfg.dtype == "bfloat16"
   assert math.prod(cfg.dcn_mesh_shape) == published.slices
@@ -155,14 +155,14 @@ def test_what_recipes_hand_to_xla_is_known_to_it():
   flags = {cfg.xla_flags for cfg in map(recipe, RECIPES) if cfg.xla_flags}
   run = subprocess.run(
       [sys.executable, "-c", "import jax; jax.devices()"], capture_output=True, text=True,
-      env=os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"})  # fmt: skip
+      env=os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"})
   assert flags and run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("argument", [
     "PER_CORE_BATCH_SIZE=64", "per_core_batch_size=64", "microbatch_siaze=8", "r_cos_min_ratio=0.1",
     "checkpoint_save_max_to_keep=3",
-])  # fmt: skip
+])
 def test_the_misspelt_settings_of_published_recipes_would_not_pass(argument):
   with pytest.raises(ConfigError, match=f"unknown key {argument}"):
     load("configs/pax_gpt3_xl.yml", argument)
