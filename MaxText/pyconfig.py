@@ -260,7 +260,7 @@ def load(argv, *, need_run_name=True):
 
   Raises ConfigError, one line with key, value, rule and way out. Notes about old names go to stderr.
   """
-  given, named, parts, loaded = dict(base()), set(), {}, {BASE}
+  given, named, parts, loaded = dict(base()), set(), {}, {os.path.realpath(BASE)}
   for argument in argv:
     key, equals, value = argument.partition("=")
     if equals and (re.fullmatch(r"-*\w+", key) or not argument.endswith((".yml", ".yaml"))):
