@@ -143,7 +143,8 @@ def _event(step, content):
 
 
 def start_events(step):
-  """Records that open an event file of a run (re)started at `step`: TensorBoard drops later steps of earlier files."""
+  """Records that open the event file of a start whose first step is `step`: TensorBoard drops those from there on that
+  earlier files have."""
   return _event(0, _field(3, b"brain.Event:2")) + _event(step, _field(7, b"\x08\x01"))
 
 
@@ -206,8 +207,8 @@ class _File:
     os.close(self._descriptor)
 
 
-def _cut(path, first_step):
-  """Ends a JSONL file before its first line of a step >= first_step, or its last one if that is torn.
+def _cut(path, done):
+  """Ends a JSONL file before its first line of a step > done, or its last one if that is torn.
 
   Lines are in order of steps, so this drops what a resumed run will write again; it needs no room on a full disk.
   Raises StorageError when the file holds anything else: it is somebody's.
@@ -216,7 +217,7 @@ def _cut(path, first_step):
   with open(path, "rb") as file:
     for line in file:
       try:
-        if not line.endswith(b"\n") or json.loads(line)["step"] >= first_step:
+        if not line.endswith(b"\n") or json.loads(line)["step"] > done:
           break
       except (ValueError, KeyError, TypeError) as error:
         raise errors.StorageError(f"{path} holds something other than metrics. Choose another place.") from error
@@ -243,12 +244,12 @@ class Recorder:
     num_devices: jax devices that train.
     device_kind: jax's name for one, for its peak FLOP/s.
     ledger: the Ledger of this process.
-    first_step: the step this start begins with; what earlier starts logged from there on is dropped.
+    done: how many steps earlier starts have done; what they logged of later ones is dropped.
     process_index: jax.process_index().
   """
 
-  def __init__(self, cfg, num_parameters, num_devices, device_kind, *, ledger, first_step=0, process_index=0):
-    self._cfg, self._ledger, self._first_step = cfg, ledger, first_step
+  def __init__(self, cfg, num_parameters, num_devices, device_kind, *, ledger, done=0, process_index=0):
+    self._cfg, self._ledger, self._done = cfg, ledger, done
     self._active = process_index == 0
     if not self._active:
       return
@@ -266,7 +267,7 @@ class Recorder:
     self._sender, self._unsent = concurrent.futures.ThreadPoolExecutor(1), set()
     self._scratch = None
     self._open_files(num_parameters)
-    self._bar = _bar(cfg.steps, first_step) if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else None
+    self._bar = _bar(cfg.steps, done) if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else None
 
   def __enter__(self):
     return self
@@ -278,7 +279,7 @@ class Recorder:
     """Records a completed step.
 
     Args:
-      step: its number, 0 being the first of the run.
+      step: how many steps the run has done with it: 1 for the first.
       scalars: {name: float}: loss, grad_norm, raw_grad_norm, param_norm, learning_rate, ...; "skipped" is 1.0 when
         the step changed nothing. A name without "/" is tagged learning/NAME.
       seconds: true wall time from the end of the step before.
@@ -312,7 +313,7 @@ class Recorder:
       self._copy.append(_json_line(line | scalars))
     if self._events:
       self._event_bytes += scalar_event(step, scalars)
-    if (step + 1) % cfg.log_period == 0:
+    if step % cfg.log_period == 0:
       self._write_events()
       self._send(all_files=cfg.gcs_metrics)
     eta = self._eta(step)
@@ -324,7 +325,7 @@ class Recorder:
         f"lr: {_number(scalars.get('learning/current_learning_rate'), '.1e')}, eta: {eta}")
     if self._bar:
       self._bar.update(
-          0, completed=step + 1, loss=_number(scalars.get("learning/loss"), ".3f"),
+          0, completed=step, loss=_number(scalars.get("learning/loss"), ".3f"),
           speed=_number(tokens and tokens * self._num_devices, ",.0f"), eta=eta)
 
   def eval(self, step, scalars):
@@ -397,8 +398,8 @@ class Recorder:
       self._files.append(self._events)
       text = pyconfig.as_yaml(cfg).replace("\n", "\n    ")  # indented: code in Markdown
       self._event_bytes = (
-          start_events(self._first_step) + text_event(self._first_step, "config", f"    {text}")
-          + text_event(self._first_step, "num_model_parameters", f"{num_parameters:,}"))
+          start_events(self._done + 1) + text_event(self._done, "config", f"    {text}")
+          + text_event(self._done, "num_model_parameters", f"{num_parameters:,}"))
       self._write_events()
 
   def _open_lines(self, directory, name):
@@ -413,7 +414,7 @@ class Recorder:
           file.append(source.read_bytes())
       except Exception as error:  # of whatever library serves this kind of place
         raise errors.StorageError(f"cannot read {file.remote}: {error}") from error
-    _cut(file.path, self._first_step)
+    _cut(file.path, self._done)
     return file
 
   def _open(self, directory, name):
@@ -453,7 +454,7 @@ class Recorder:
     if len(self._ends) < 2:
       return "-"
     each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-    return datetime.timedelta(seconds=round(each * max(0, self._cfg.steps - 1 - step)))
+    return datetime.timedelta(seconds=round(each * max(0, self._cfg.steps - step)))
 
   def _summary(self, status):
     cfg = self._cfg
@@ -464,7 +465,7 @@ class Recorder:
     return {
         "run_name": cfg.run_name,
         "status": status,
-        "first_step": self._first_step,
+        "first_step": self._done + 1,
         "last_step": self._last_step,
         "steps": self._steps,
         "skipped_steps": self._skipped,
@@ -520,7 +521,7 @@ def _rows(path):
         yield json.loads(line)
 
 
-def _bar(steps, first_step):
+def _bar(steps, done):
   """A started progress bar that stays under the lines printed meanwhile, and goes when it is stopped."""
   from rich import console, progress
 
@@ -528,7 +529,7 @@ def _bar(steps, first_step):
       progress.BarColumn(None), progress.TextColumn("{task.completed:.0f}/{task.total:.0f}"),
       progress.TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s  eta {task.fields[eta]}"),
       console=console.Console(), transient=True, expand=True, refresh_per_second=4)
-  bar.add_task("", total=steps, completed=first_step, loss="-", speed="-", eta="-")
+  bar.add_task("", total=steps, completed=done, loss="-", speed="-", eta="-")
   bar.start()
   bar.console.show_cursor(True)  # a process that is killed cannot bring a hidden cursor back
   return bar

@@ -93,9 +93,9 @@ def config(directory, **overrides):
   return pyconfig.resolve(cfg, [topology.Device("cpu", "cpu", 0, 0, 0)])
 
 
-def recorder(cfg, first_step=0, device_kind="cpu", process_index=0):
+def recorder(cfg, done=0, device_kind="cpu", process_index=0):
   return metrics.Recorder(
-      cfg, 10_000, 2, device_kind, ledger=metrics.Ledger(), first_step=first_step, process_index=process_index)
+      cfg, 10_000, 2, device_kind, ledger=metrics.Ledger(), done=done, process_index=process_index)
 
 
 def scalars(step):
@@ -103,11 +103,11 @@ def scalars(step):
           "skipped": 0.0}
 
 
-def record(cfg, first_step, stop):
-  with recorder(cfg, first_step) as run:
-    for step in range(first_step, stop):
-      run.step(step, scalars(step), seconds=0.5, compile=step == first_step)
-      if step % 4 == 3:
+def record(cfg, done, last):
+  with recorder(cfg, done) as run:
+    for step in range(done + 1, last + 1):
+      run.step(step, scalars(step), seconds=0.5, compile=step == done + 1)
+      if step % 4 == 0:
         run.eval(step, {"loss": 4.0, "accuracy": 0.25})
 
 
@@ -137,7 +137,7 @@ def test_the_eta_is_the_steps_that_are_left_at_the_pace_of_the_last_ones(tmp_pat
   for step in range(1, 4):
     run.step(step, scalars(step), seconds=2.0)
   monkeypatch.undo()
-  assert capsys.readouterr().out.splitlines()[-1].endswith("eta: 0:03:12")
+  assert capsys.readouterr().out.splitlines()[-1].endswith("eta: 0:03:14")
   run.close()
 
 
@@ -152,13 +152,13 @@ def test_every_step_is_one_line_with_all_scalars(tmp_path):
   cfg = config(tmp_path, metrics_file=str(tmp_path / "copy.jsonl"))
   record(cfg, 0, 10)
   rows = lines(tmp_path / "run/metrics/metrics.jsonl")
-  assert [row["step"] for row in rows] == list(range(10))
+  assert [row["step"] for row in rows] == list(range(1, 11))
   assert rows[0]["compile"] and "perf/per_device_tokens_per_sec" not in rows[0]
   assert rows[1]["learning/current_learning_rate"] == 2.1e-4
   assert rows[1]["perf/per_device_tokens_per_sec"] == 8 * 32 / 2 / 0.5
   assert rows[1]["run_name"] == "run"
   assert lines(tmp_path / "copy.jsonl") == rows
-  assert [row["step"] for row in lines(tmp_path / "run/metrics/eval.jsonl")] == [3, 7]
+  assert [row["step"] for row in lines(tmp_path / "run/metrics/eval.jsonl")] == [4, 8]
 
 
 def test_a_number_that_json_does_not_know_is_null(tmp_path):
@@ -172,27 +172,27 @@ def test_a_number_that_json_does_not_know_is_null(tmp_path):
 def test_after_kill_and_resume_each_step_is_in_the_file_once(tmp_path):
   killed = child("""
 run = recorder(config(sys.argv[1]))
-for step in range(8):
+for step in range(1, 9):
   run.step(step, scalars(step), seconds=0.5)
-  if step % 4 == 3:
+  if step % 4 == 0:
     run.eval(step, {"loss": 4.0})
 os.kill(os.getpid(), 9)
 """, tmp_path)
   assert killed.returncode == -9
   path = tmp_path / "run/metrics/metrics.jsonl"
-  assert [row["step"] for row in lines(path)] == list(range(8))
+  assert [row["step"] for row in lines(path)] == list(range(1, 9))
   with open(path, "a", encoding="utf-8") as file:
-    file.write('{"step": 8, "learn')  # torn by the kill
+    file.write('{"step": 9, "learn')  # torn by the kill
   record(config(tmp_path), 6, 10)
-  assert [row["step"] for row in lines(path)] == list(range(10))
-  assert [row["step"] for row in lines(tmp_path / "run/metrics/eval.jsonl")] == [3, 7]
+  assert [row["step"] for row in lines(path)] == list(range(1, 11))
+  assert [row["step"] for row in lines(tmp_path / "run/metrics/eval.jsonl")] == [4, 8]
 
 
 def test_a_full_disk_costs_one_warning_and_no_line(tmp_path):
   done = child("""
 import resource
 with recorder(config(sys.argv[1])) as run:
-  for step in range(10):
+  for step in range(1, 11):
     if step == 2:
       resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
     if step == 8:
@@ -202,7 +202,7 @@ with recorder(config(sys.argv[1])) as run:
   assert done.returncode == 0, done.stderr
   assert done.stdout.count("warning") == 1
   assert "Training goes on" in done.stdout
-  assert [row["step"] for row in lines(tmp_path / "run/metrics/metrics.jsonl")] == list(range(10))
+  assert [row["step"] for row in lines(tmp_path / "run/metrics/metrics.jsonl")] == list(range(1, 11))
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
@@ -233,7 +233,7 @@ def test_only_process_0_writes(tmp_path, capsys):
 def test_the_end_leaves_a_summary_and_a_picture(tmp_path, capsys):
   record(config(tmp_path), 0, 10)
   text = capsys.readouterr().out
-  assert "loss: 5.000 -> 4.100, evaluation 4.000 (a uniform guess: 5.768)" in text
+  assert "loss: 4.900 -> 4.000, evaluation 4.000 (a uniform guess: 5.768)" in text
   assert "10 steps, 2,560 tokens" in text
   summary = json.loads((tmp_path / "run/summary.json").read_text())
   assert summary["status"] == "done"
@@ -273,7 +273,7 @@ def test_a_remote_run_directory_gets_everything_and_is_continued(tmp_path, monke
   cfg = config("gs://bucket", gcs_metrics=True, enable_tensorboard=True, log_period=2)
   record(cfg, 0, 6)
   record(cfg, 4, 9)
-  assert [row["step"] for row in lines(tmp_path / "run/metrics/metrics.jsonl")] == list(range(9))
+  assert [row["step"] for row in lines(tmp_path / "run/metrics/metrics.jsonl")] == list(range(1, 10))
   assert len(list((tmp_path / "run/tensorboard").iterdir())) == 2
   assert (tmp_path / "run/training.png").exists()
 
@@ -300,7 +300,7 @@ def test_a_terminal_shows_a_progress_bar_and_a_dumb_one_does_not(tmp_path):
   assert "10/10" in live
   assert "\x1b" not in dumb
   for text in (live, dumb):
-    assert re.findall(r"completed step: (\d+)/10", text) == [str(step) for step in range(10)]
+    assert re.findall(r"completed step: (\d+)/10", text) == [str(step) for step in range(1, 11)]
 
 
 # --- TensorBoard ---------------------------------------------------------------------------------------------------
@@ -383,8 +383,8 @@ def test_event_files_hold_the_tags_of_the_reference(tmp_path):
       "loss", "grad_norm", "raw_grad_norm", "param_norm", "current_learning_rate")} <= set(seen)
   assert {f"perf/{name}" for name in (
       "step_time_seconds", "per_device_tflops", "per_device_tflops_per_sec", "per_device_tokens_per_sec")} <= set(seen)
-  assert seen["learning/loss"] == [(step, pytest.approx(5.0 - step / 10)) for step in range(9)]
-  assert seen["eval/loss"] == [(3, 4.0), (7, 4.0)]
+  assert seen["learning/loss"] == [(step, pytest.approx(5.0 - step / 10)) for step in range(1, 10)]
+  assert seen["eval/loss"] == [(4, 4.0), (8, 4.0)]
 
 
 @pytest.mark.slow
@@ -394,7 +394,7 @@ def test_a_stock_tensorboard_reads_a_resumed_run(tmp_path):
   record(cfg, 0, 8)
   record(cfg, 5, 10)
   board = accumulator.EventAccumulator(str(tmp_path / "run/tensorboard"), {"scalars": 0, "tensors": 0}).Reload()
-  assert [event.step for event in board.Scalars("learning/loss")] == list(range(10))
-  assert board.Scalars("learning/loss")[9].value == pytest.approx(4.1)
+  assert [event.step for event in board.Scalars("learning/loss")] == list(range(1, 11))
+  assert board.Scalars("learning/loss")[9].value == pytest.approx(4.0)
   assert b"run_name" in board.Tensors("config")[0].tensor_proto.string_val[0]
   assert board.SummaryMetadata("config").plugin_data.plugin_name == "text"
