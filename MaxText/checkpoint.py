@@ -39,6 +39,7 @@ from MaxText import errors
 FORMAT = 1
 FAILURES_IN_A_ROW = 3
 BEAT_SECONDS, BEATS_TO_WATCH = 20, 3
+RUN_HINT = "See to it, or choose another base_output_directory."
 LOAD_HINT = "Give a run directory, its checkpoints directory, or one step in it."
 
 
@@ -68,12 +69,9 @@ class Checkpointer:
     self._failures = 0
     threading.Thread(target=_orbax, daemon=True).start()  # its import (0.3-0.7 s) runs beside the compilation
     if self._writes:
-      try:
+      with _one_line(errors.StorageError, f"{self.directory} cannot be written", RUN_HINT):
         self.directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
-      except OSError as error:
-        raise errors.StorageError(
-            f"{self.directory}: {_reason(error)}. Choose another base_output_directory.") from None
 
   def steps(self):
     """The steps of which there is a checkpoint, ascending."""
@@ -97,6 +95,7 @@ class Checkpointer:
     start = time.monotonic()
     tensors = {name: [list(x.shape), x.dtype.name] for name, x in _named(state)}
     size = sum(x.nbytes for x in jax.tree.leaves(state))
+    position = json.dumps(position)  # now: the caller goes on changing it
     target = self.directory / (str(step) if self._remote else f"{step}.saving")
     ocp = _orbax()
     try:
@@ -163,7 +162,7 @@ class Checkpointer:
       self._saver.wait_until_finished()
       if self._writes:
         _check_tensors(self._saver, target, tensors)
-        (target / "position.json").write_text(json.dumps(position))
+        (target / "position.json").write_text(position)
         _write_manifest(target, step, tensors, hashed=not self._remote)
         if not self._remote:
           target.rename(self.directory / str(step))
@@ -241,10 +240,8 @@ class Checkpointer:
     while (self.directory / kept).exists():
       n += 1
       kept = f"{step}.corrupt{n}"
-    try:
+    with _one_line(errors.StorageError, f"damaged {source} cannot be renamed {kept}", RUN_HINT):
       source.rename(self.directory / kept)
-    except OSError as error:
-      raise errors.StorageError(f"damaged {source} could not be renamed {kept}: {_reason(error)}") from None
     return kept
 
   def _note_space(self, size):
@@ -260,21 +257,20 @@ class Lock:
 
   On a file system: a POSIX record lock on <run directory>/lock, which the kernel drops however the process dies. On an
   object store: an object rewritten every BEAT_SECONDS; one that does not change for BEATS_TO_WATCH beats is left by a
-  dead process and taken over. Raises ConfigError naming the holder, StorageError when the directory cannot be written.
+  dead process and taken over (two processes that find none at the same moment do not notice each other). Raises
+  ConfigError naming the holder, StorageError when the directory cannot be written.
   """
 
   def __init__(self, run_directory):
     self._path = _path(run_directory) / "lock"
     self._me = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     self._file = self._stop = None
-    try:
+    with _one_line(errors.StorageError, f"{self._path} cannot be written", RUN_HINT):
       self._path.parent.mkdir(parents=True, exist_ok=True)
       if _is_remote(run_directory):
         self._take_object()
       else:
         self._take_file()
-    except OSError as error:
-      raise errors.StorageError(f"{self._path}: {_reason(error)}. Choose another base_output_directory.") from None
 
   def release(self):
     """Gives the lock back. The file stays: removing it would race with a process about to lock it."""
@@ -294,6 +290,7 @@ class Lock:
       fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
       if error.errno in (errno.EACCES, errno.EAGAIN):
+        os.close(self._file)
         self._refuse(self._path.read_text())
       _warn(f"{self._path} cannot be locked here ({_reason(error)}): see to it that one process alone uses this run")
     os.ftruncate(self._file, 0)
@@ -303,6 +300,7 @@ class Lock:
     if self._path.exists():
       found = self._path.read_text()
       if not self._holder_is_gone(found):
+        _say(f"{self._path} exists: watching for {BEAT_SECONDS * BEATS_TO_WATCH:.0f} s whether its holder lives")
         for _ in range(BEATS_TO_WATCH):
           time.sleep(BEAT_SECONDS)
           if self._path.exists() and self._path.read_text() != found:
@@ -313,17 +311,17 @@ class Lock:
     self._thread.start()
 
   def _holder_is_gone(self, found):
-    """True when the holder was a process of this host that no longer lives."""
+    """True when the holder was a process of this host that no longer lives; in containers often of our own number."""
     try:
       holder = json.loads(found)
       if holder["host"] != self._me["host"]:
         return False
       os.kill(holder["pid"], 0)
-    except (ValueError, KeyError, ProcessLookupError):
-      return True
+      return holder["pid"] == os.getpid()
     except PermissionError:
       return False
-    return False
+    except (ValueError, KeyError, ProcessLookupError):
+      return True
 
   def _beat(self, n):
     self._path.write_text(json.dumps({**self._me, "beat": n}))
@@ -389,11 +387,12 @@ def load_full_state(path, abstract_state):
 def _sound_checkpoint(path, key):
   """The directory of the checkpoint meant by `path`. Only looks: a damaged one is passed over, not renamed."""
   root, candidates, reasons = _path(path), [], []
-  for parent in (root / "checkpoints", root):
-    steps = sorted(_steps(parent, _is_remote(path), sound=False), reverse=True)
-    candidates = candidates or [parent / str(step) for step in steps]
-  if not candidates and root.name.isdecimal() and root.exists():
-    candidates = [root]
+  with _one_line(errors.CheckpointError, f"{key}={path} cannot be read", LOAD_HINT):
+    for parent in (root / "checkpoints", root):
+      steps = sorted(_steps(parent, _is_remote(path), sound=False), reverse=True)
+      candidates = candidates or [parent / str(step) for step in steps]
+    if not candidates and root.name.isdecimal() and root.exists():
+      candidates = [root]
   for step in candidates:
     try:
       _verify(step)
@@ -421,12 +420,11 @@ def _read(step, abstract, hint, part="", cast=False):
   ocp = _orbax()
   arguments = ocp.args.PyTreeRestore(
       item=abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=bool(part))
-  try:
+  # The files are as they were written, so what fails now is memory, network or version: no reason to set them aside.
+  with _one_line(errors.CheckpointError, f"{step} is sound but cannot be read"):
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True)) as reader:
       state = reader.restore(step / "state", args=arguments)
     return state, json.loads((step / "position.json").read_text())
-  except Exception as error:  # its files are as written, so this is memory, network or version: not to be set aside
-    raise errors.CheckpointError(f"{step} is sound but could not be read: {_reason(error)}") from error
 
 
 def _check_tensors(reader, directory, tensors):
@@ -450,13 +448,14 @@ def _manifest(step):
   """The manifest of a checkpoint directory. Raises Damaged."""
   if not step.is_dir():
     raise Damaged("not a directory")
+  if not _entries(step):
+    raise Damaged("the directory is empty")
   try:
-    content = json.loads((step / "manifest.json").read_text())
+    with _damage(step / "manifest.json", step):
+      content = json.loads((step / "manifest.json").read_text())
     if _digest(content["manifest"]) != content["sha256"]:
       raise Damaged("manifest.json differs from its checksum")
-  except FileNotFoundError:
-    raise Damaged("manifest.json is missing" if any(step.iterdir()) else "the directory is empty") from None
-  except (ValueError, KeyError, TypeError):
+  except (KeyError, TypeError):
     raise Damaged("manifest.json is not readable") from None
   if content["manifest"]["format"] != FORMAT:
     raise Damaged(f"its format {content['manifest']['format']} is not known here, only {FORMAT}")
@@ -469,20 +468,29 @@ def _verify(step):
 
   def check(item):
     name, (size, digest) = item
-    try:
+    with _damage(step / name, step):
       _, (found_size, found_digest) = _describe(step / name, step, digest is not None, durable=False)
-    except OSError as error:
-      if not isinstance(error, FileNotFoundError) and error.errno != errno.EIO:
-        raise errors.CheckpointError(f"{step / name}: {_reason(error)}") from None
-      return f"{name} {'is missing' if isinstance(error, FileNotFoundError) else 'cannot be read'}"
     if found_size != size:
-      return f"{name} has {found_size} of {size} bytes"
-    return None if found_digest == digest else f"{name} differs from its checksum"
+      raise Damaged(f"{name} has {found_size} of {size} bytes")
+    if found_digest != digest:
+      raise Damaged(f"{name} differs from its checksum")
 
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    for reason in pool.map(check, wanted.items()):
-      if reason:
-        raise Damaged(reason)
+    list(pool.map(check, wanted.items()))
+
+
+@contextlib.contextmanager
+def _damage(file, directory):
+  """A file that is gone, garbled or on a bad medium is damage; other trouble in reading is not its fault."""
+  name = file.relative_to(directory)
+  try:
+    yield
+  except FileNotFoundError:
+    raise Damaged(f"{name} is missing") from None
+  except Exception as error:
+    if isinstance(error, ValueError) or getattr(error, "errno", None) == errno.EIO:
+      raise Damaged(f"{name} is not readable") from None
+    raise errors.CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
 
 
 def _describe(file, directory, hashed, durable=True):
@@ -569,9 +577,22 @@ def _reason(error):
   return os.strerror(code) if code else text.splitlines()[0][:200]
 
 
+@contextlib.contextmanager
+def _one_line(kind, what, hint=""):
+  """Turns whatever a storage library raises, and the ones behind gs:// raise anything, into one line of `kind`."""
+  try:
+    yield
+  except errors.RunError:
+    raise
+  except Exception as error:
+    raise kind(f"{what}: {_reason(error)}. {hint}".strip()) from error
+
+
 def _say(text):
-  print(f"checkpoint: {text}", flush=True)
+  if jax.process_index() == 0:
+    print(f"checkpoint: {text}", flush=True)
 
 
 def _warn(text):
-  print(f"checkpoint: warning: {text}", file=sys.stderr, flush=True)
+  if jax.process_index() == 0:
+    print(f"checkpoint: warning: {text}", file=sys.stderr, flush=True)

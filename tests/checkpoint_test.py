@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -362,15 +364,16 @@ def object_store(monkeypatch):
   monkeypatch.setattr(checkpoint, "BEAT_SECONDS", 0.05)
 
 
-def test_on_an_object_store_a_beating_lock_refuses_and_a_silent_one_is_taken_over(cfg, object_store):
-  first = checkpoint.Lock(cfg.run_directory)
-  elsewhere = first._path.read_text().replace(first._me["host"], "elsewhere")
-  first._me["host"] = "elsewhere"
-  with pytest.raises(errors.ConfigError, match=r"is in use by process \d+ on"):
+def test_on_an_object_store_a_beating_lock_refuses_and_a_silent_one_is_taken_over(cfg, object_store, monkeypatch):
+  with monkeypatch.context() as elsewhere:
+    elsewhere.setattr(socket, "gethostname", lambda: "elsewhere")
+    first = checkpoint.Lock(cfg.run_directory)
+  with pytest.raises(errors.ConfigError, match=rf"is in use by process {os.getpid()} on elsewhere since"):
     checkpoint.Lock(cfg.run_directory)
+  left_behind = first._path.read_text()
   first.release()
   assert not first._path.exists()
-  first._path.write_text(elsewhere)
+  first._path.write_text(left_behind)
   checkpoint.Lock(cfg.run_directory).release()
 
 
@@ -453,10 +456,18 @@ def test_too_little_free_space_is_said_at_the_start(cfg, monkeypatch, capfd):
   assert "0.00 GB are free" in capfd.readouterr().err
 
 
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is there and would ask the network")
+def test_a_bucket_without_the_library_for_it_is_one_line():
+  with pytest.raises(errors.StorageError, match="gs://bucket/run/lock cannot be written: Please install gcsfs"):
+    checkpoint.Checkpointer(Settings("gs://bucket/run"))
+  with pytest.raises(errors.CheckpointError, match="load_full_state_path=gs://bucket cannot be read: Please install"):
+    checkpoint.load_full_state("gs://bucket", {})
+
+
 def test_a_directory_that_cannot_be_written_is_one_line(cfg):
   with open(cfg.run_directory, "w") as file:
     file.write("a file where the run directory should be")
-  with pytest.raises(errors.StorageError, match="Choose another base_output_directory"):
+  with pytest.raises(errors.StorageError, match="or choose another base_output_directory"):
     checkpoint.Checkpointer(cfg)
 
 
