@@ -259,8 +259,8 @@ class Recorder:
     peak = topology.peak_flops(device_kind, cfg.dtype)
     self._peak_tflops = peak and peak / 1e12
     self._facts = {"num_parameters": num_parameters, "num_devices": num_devices, "device_kind": device_kind}
-    self._steps = self._timed_steps = self._skipped = 0
-    self._timed_seconds = 0.0
+    self._steps = self._skipped = 0
+    self._step_seconds = []
     self._last_step = None
     self._eval = {}
     self._ends = collections.deque(maxlen=100)  # when the last steps ended, for the ETA
@@ -300,8 +300,7 @@ class Recorder:
       scalars["perf/per_device_tokens_per_sec"] = tokens
       if self._peak_tflops:
         scalars["perf/mfu"] = mfu = tflops / self._peak_tflops
-      self._timed_steps += 1
-      self._timed_seconds += seconds
+      self._step_seconds.append(seconds)
       self._ends.append(time.perf_counter())
     skipped = scalars.get("learning/skipped", 0.0) > 0
     self._steps += 1
@@ -460,8 +459,8 @@ class Recorder:
     cfg = self._cfg
     losses = [row["learning/loss"] for row in _rows(self._metrics.path) if row.get("learning/loss") is not None]
     seconds = self._ledger.seconds()
-    tokens_per_second = self._timed_steps * self._tokens_per_step / self._timed_seconds if self._timed_steps else None
-    tflops = self._device_tflops * self._timed_steps / self._timed_seconds if self._timed_steps else None
+    median = sorted(self._step_seconds)[len(self._step_seconds) // 2] if self._step_seconds else None
+    tflops = self._device_tflops / median if median else None
     return {
         "run_name": cfg.run_name,
         "status": status,
@@ -474,7 +473,8 @@ class Recorder:
         "loss_uniform": math.log(cfg.vocab_size),
         **self._eval,
         "tokens": self._steps * self._tokens_per_step,
-        "tokens_per_second": tokens_per_second,
+        "median_step_seconds": median,
+        "tokens_per_second": self._tokens_per_step / median if median else None,
         "per_device_tflops_per_sec": tflops,
         "mfu": tflops / self._peak_tflops if tflops and self._peak_tflops else None,
         "wall_seconds": sum(seconds.values()),
@@ -560,7 +560,7 @@ def _summary_lines(summary):
   lines = [f"summary: {summary['steps']} steps, {summary['tokens']:,} tokens in {_duration(wall)}"]
   if summary["tokens_per_second"]:
     mfu = f", MFU {summary['mfu']:.1%}" if summary["mfu"] else ""
-    lines[0] += f"; {summary['tokens_per_second']:,.0f} tokens/s while training{mfu}"
+    lines[0] += f"; {summary['tokens_per_second']:,.0f} tokens/s at the median step{mfu}"
   if summary["loss_start"] is not None:
     evaluation = f", evaluation {summary['eval/loss']:.3f}" if "eval/loss" in summary else ""
     lines.append(f"  loss: {summary['loss_start']:.3f} -> {summary['loss_end']:.3f}{evaluation} "
