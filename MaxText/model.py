@@ -2,7 +2,7 @@
 """THE model: one decoder-only transformer.
 
   tokens -> embedding (x sqrt(emb_dim)) (+ learned or sinusoidal positions) (dropout)
-         -> layers: x += attention(norm(x)); x += mlp(norm(x))     or, in parallel: x += attention(norm(x)) + mlp(norm(x))
+         -> layers: x += attention(norm(x)); x += mlp(norm(x))   or parallel: x += attention(norm(x)) + mlp(norm(x))
          -> norm -> logits = hidden . embedding table or own weight (/ sqrt(emb_dim)) (+ bias) (soft cap)
 
 Each switch of the config is one line below. A tensor's suffix names its dimensions: b batch, t and s position, e embed,

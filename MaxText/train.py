@@ -158,7 +158,10 @@ def fresh_state(cfg, state, params=None):
     return {"params": params, "opt_state": optim.initialize(params), "step": jnp.int32(0)}
 
   shardings = jax.tree.map(lambda s: s.sharding, state)
-  return jax.jit(build, out_shardings=shardings)(jax.random.key(cfg.init_weights_seed), params)
+  # Optimizing random numbers, wanted once, would take XLA's CPU compiler longer than the train step does.
+  options = {"xla_backend_optimization_level": 0} if cfg.platform == "cpu" else None
+  build = jax.jit(build, out_shardings=shardings, compiler_options=options)
+  return build(jax.random.key(cfg.init_weights_seed), params)
 
 
 def parameter_table(state):
@@ -272,7 +275,7 @@ class Run:
     device = self.mesh.devices.flat[0]
     with (
         metrics.Recorder(cfg, self.num_parameters, self.mesh.size, device.device_kind, ledger=ledger,
-                         first_step=self.done, process_index=jax.process_index()) as self.recorder,
+                         done=self.done, process_index=jax.process_index()) as self.recorder,
         diagnostics.Profiler(cfg, cfg.tensorboard_directory, self.done) as profiler,
         data.batches(self.data.train, self.done, cfg.global_batch_size, where, prefetch=cfg.prefetch_batches,
                      reuse=cfg.reuse_example_batch) as batches,
@@ -298,6 +301,7 @@ class Run:
             reached = self.evaluate(where)
           save_due, finished = save_due or reached, finished or reached
         if self.checkpointer and (save_due or self.signals.received):
+          self.recorder.flush()
           with ledger.measure("save"):
             position = self.data.position(self.done) | {"skipped_in_a_row": self.skipped_in_a_row}
             self.checkpointer.save(self.done, self.state, position, wait=bool(finished or self.signals.received))
@@ -305,9 +309,10 @@ class Run:
       if self.checkpointer:
         with ledger.measure("save"):
           self.checkpointer.close()
-    if self.signals.received and not finished:
-      what = "saved" if self.checkpointer else "lost, with enable_checkpointing=false,"
-      raise errors.Stopped(f"{self.signals.received}: {what} step {self.done} of {cfg.steps}. Run the same command again.")
+      if self.signals.received and not finished:
+        step = f"step {self.done} of {cfg.steps}"
+        saved = f"saved {step}" if self.checkpointer else f"lost {step}, with enable_checkpointing=false"
+        raise errors.Stopped(f"{self.signals.received}: {saved}. Run the same command again to go on.")
 
   def report(self, keep):
     """Waits for and records all dispatched steps but the `keep` newest. Raises NumericsError."""
@@ -320,8 +325,8 @@ class Run:
       self.skipped_in_a_row = self.skipped_in_a_row + 1 if values["skipped"] else 0
       if self.skipped_in_a_row >= self.cfg.max_skipped_steps:
         raise errors.NumericsError(
-            f"max_skipped_steps={self.cfg.max_skipped_steps} steps in a row, up to step {step}, changed nothing: the "
-            f"gradient norm is {values['raw_grad_norm']}. Lower learning_rate={self.cfg.learning_rate} or check the data.")
+            f"max_skipped_steps={self.cfg.max_skipped_steps} steps in a row, up to step {step}, changed nothing: "
+            f"the gradient norm is {values['raw_grad_norm']}. Lower learning_rate={self.cfg.learning_rate}.")
 
   def evaluate(self, where):
     """One evaluation; True when it reached target_eval_loss. One that a signal cuts short is not recorded."""
