@@ -544,9 +544,9 @@ def text(value):
 
 
 def show(value):
-  """`value` for a message: one line of at most 80 characters."""
+  """`value` for a message: one line of at most 80 characters, both ends kept (a path's name is at its end)."""
   line = "".join(c if c.isprintable() else "?" for c in " ".join(text(value).split()))
-  return line if len(line) <= 80 else line[:77] + "..."
+  return line if len(line) <= 80 else line[:38] + "..." + line[-39:]
 
 
 def nearest(name, names):
