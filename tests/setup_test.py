@@ -31,25 +31,29 @@ def nvidia_smi(folder, driver, capability):
   return executable(folder / "nvidia-smi", f"echo '{driver}, {capability}'\n")
 
 
-@pytest.fixture
-def machine(tmp_path):
-  """A folder with a copy of setup.sh, a home, and a `bin` that goes before PATH; set_up(**environment) runs it."""
-  copy, home = tmp_path / "copy", tmp_path / "home"
+def prepare_machine(folder):
+  """A copy of setup.sh, a home, and a `bin` that goes before PATH; returns a function that runs that setup.sh."""
+  copy, home = folder / "copy", folder / "home"
   copy.mkdir()
   home.mkdir()
   for name in ("setup.sh", "requirements.txt", "requirements-dev.txt", "constraints.txt"):
     shutil.copy(ROOT / name, copy)
-  executable(tmp_path / "bin" / "nvidia-smi", "exit 9\n")  # as on a machine whose driver is not loaded
+  executable(folder / "bin" / "nvidia-smi", "exit 9\n")  # as on a machine whose driver is not loaded
 
   def set_up(*arguments, path=None, **environment):
     keep = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k in ("LANG", "TMPDIR")}
-    path = path or f"{tmp_path / 'bin'}:{os.path.dirname(BASE_PYTHON)}:/usr/local/bin:/usr/bin:/bin"
+    path = path or f"{folder / 'bin'}:{os.path.dirname(BASE_PYTHON)}:/usr/local/bin:/usr/bin:/bin"
     return subprocess.run(
         ["bash", str(copy / "setup.sh"), *arguments], env=keep | {"HOME": str(home), "PATH": path} | environment,
-        cwd=copy, capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+        cwd=copy, capture_output=True, text=True, timeout=200, check=False)  # fmt: skip
 
-  set_up.copy, set_up.home, set_up.bin = copy, home, tmp_path / "bin"
+  set_up.copy, set_up.home, set_up.bin = copy, home, folder / "bin"
   return set_up
+
+
+@pytest.fixture
+def machine(tmp_path):
+  return prepare_machine(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -144,17 +148,33 @@ def stubbed(machine):
           "PIP_CONFIG_FILE": os.devnull, "DEVICE": "cpu", "PIP_USER": "1"}  # fmt: skip
 
 
-def test_without_ensurepip_it_borrows_a_pip_and_a_second_run_has_nothing_to_do(machine):
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+  """A machine where setup.sh has run once; its variables; and what that run printed."""
+  machine = prepare_machine(tmp_path_factory.mktemp("prepared"))
   environment = stubbed(machine)
-  first = machine(**environment)
+  return machine, environment, machine(**environment)
+
+
+def test_without_ensurepip_it_borrows_a_pip_and_a_second_run_has_nothing_to_do(prepared):
+  machine, environment, first = prepared
   assert first.returncode == 0, first.stdout + first.stderr
   assert first.stdout.count("\n") <= 4, "a few lines, not pip's"
   venv = machine.copy / ".venv"
   assert (machine.home / ".local/share/maxtext/venv").read_text() == f"{venv}\n"
-  second = machine(**environment)
-  assert "nothing to do" in second.stdout
-  (machine.copy / "requirements.txt").write_text("# another\n")
-  assert "ready in" in machine(**environment).stdout
+  assert "nothing to do" in machine(**environment).stdout
+
+
+def test_a_package_that_cannot_be_had_is_one_line_with_the_log_and_not_forgotten(prepared):
+  machine, environment, _ = prepared
+  (machine.copy / "requirements.txt").write_text("no-such-package-of-ours==1.0\n")
+  executable(machine.bin / "sleep", "exit 0\n")
+  result = machine(**environment)
+  assert result.returncode == 1 and result.stderr.count("\n") == 1
+  assert "no-such-package-of-ours==1.0" in result.stderr and "setup.log" in result.stderr
+  assert result.stdout.count("trying again") == 2
+  (machine.copy / "requirements.txt").write_text("")
+  assert "ready in" in machine(**environment).stdout, "after a failure the environment counts as unfinished"
 
 
 def test_a_broken_environment_is_moved_aside_and_an_old_python_refused(machine):
@@ -173,16 +193,6 @@ def test_a_broken_environment_is_moved_aside_and_an_old_python_refused(machine):
   (old / "pyvenv.cfg").write_text("home = /usr/bin\n")
   refused = machine(**environment, VIRTUAL_ENV=str(old))
   assert refused.returncode == 2 and "Python 3.10" in refused.stderr and (old / "bin" / "python").exists()
-
-
-def test_a_package_that_cannot_be_had_is_one_line_with_the_log(machine):
-  environment = stubbed(machine)
-  (machine.copy / "requirements.txt").write_text("no-such-package-of-ours==1.0\n")
-  executable(machine.bin / "sleep", "exit 0\n")
-  result = machine(**environment)
-  assert result.returncode == 1 and result.stderr.count("\n") == 1
-  assert "no-such-package-of-ours==1.0" in result.stderr and "setup.log" in result.stderr
-  assert result.stdout.count("trying again") == 2
 
 
 # --- interpreter.py --------------------------------------------------------------------------------------------------
