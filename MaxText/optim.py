@@ -62,7 +62,7 @@ def apply(cfg, grads, opt_state, params, hyper):
   In this order: norm of the raw gradient; clip; moments; cap of each update's root mean square; decay; learning rate.
   When the norm is not finite or above skip_norm, params and opt_state come back bitwise unchanged.
   """
-  raw_norm = optax.global_norm(grads)
+  raw_norm = optax.tree.norm(grads)
   ok = jnp.isfinite(raw_norm) & (raw_norm <= hyper["skip_norm"])
   scale = jnp.minimum(1.0, hyper["clip_norm"] / jnp.maximum(raw_norm, 1e-30))
   adam = optax.scale_by_adam(hyper["b1"], hyper["b2"], hyper["eps"], hyper["eps_root"])
@@ -83,7 +83,7 @@ def apply(cfg, grads, opt_state, params, hyper):
   metrics = {
       "grad_norm": raw_norm * scale,
       "raw_grad_norm": raw_norm,
-      "param_norm": optax.global_norm(new_params),
+      "param_norm": optax.tree.norm(new_params),
       "skipped": 1 - ok.astype(jnp.int32),
   }
   return new_params, new_state, metrics
