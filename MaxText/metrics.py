@@ -479,8 +479,8 @@ class Recorder:
         "mfu": tflops / self._peak_tflops if tflops and self._peak_tflops else None,
         "wall_seconds": sum(seconds.values()),
         "seconds": seconds,
-        "peak_host_bytes": _peak_host_bytes(),
-        "peak_device_bytes": _peak_device_bytes(),
+        "peak_host_bytes": peak_host_bytes(),
+        "peak_device_bytes": peak_device_bytes(),
         **self._facts,
     }
 
@@ -535,12 +535,13 @@ def _bar(steps, done):
   return bar
 
 
-def _peak_host_bytes():
+def peak_host_bytes():
+  """Most memory that this process ever had in use."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _peak_device_bytes():
+def peak_device_bytes():
   """Most memory that a local device ever had in use; None where the platform does not say (CPU)."""
   if "jax" not in sys.modules:
     return None
