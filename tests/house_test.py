@@ -252,9 +252,13 @@ def test_a_recipe_begins_with_its_command_and_knows_its_keys(path):
 
 
 def commands(text):
-  """The shell commands in a text that run one of the scripts here, continuation lines joined, comment signs dropped."""
-  lines = re.sub(r"\\\n[#\s]*", " ", text).splitlines()
-  return [line for line in lines if re.search(r"(python3|bash) +[\w./]+\.(py|sh)\b", line)]
+  """The shell commands in a text that run a script of this project, without those that are shown to be an error.
+
+  Continuation lines are joined, comment signs and prompts are left as they are.
+  """
+  lines = [*re.sub(r"\\\n[#\s]*", " ", text).splitlines(), ""]
+  return [line for line, answer in zip(lines, lines[1:], strict=False)
+          if re.search(r"(python3|bash) +[\w./]+\.(py|sh)\b", line) and not re.match(r"\w*Error: ", answer)]
 
 
 @each([path for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *SHELL, *RECIPES] if path.exists()])
