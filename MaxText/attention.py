@@ -10,7 +10,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
 
 from MaxText import errors
-from MaxText.sharding import mesh_axes, spec
+from MaxText.sharding import mesh_axes, on_cpu, spec
 
 _MASKED = -1e30  # added to scores; exp() of it is 0, and unlike -inf it leaves every sum finite
 
@@ -38,8 +38,7 @@ def attend(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, *, kernel, sof
     ConfigError: what the kernel cannot do, or heads that the mesh does not divide.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  on_cpu = (jax.default_backend() if mesh.empty else mesh.abstract_device.platform) == "cpu"
-  local = functools.partial(KERNELS[kernel], soft_cap=soft_cap, on_cpu=on_cpu)
+  local = functools.partial(KERNELS[kernel], soft_cap=soft_cap, on_cpu=on_cpu())
   if mesh.size <= 1:  # 0: no mesh at all
     return local(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, bias_nd, first=0)
 
@@ -85,6 +84,21 @@ def visible(q_segments_bt, kv_segments_bs, first):
   return (q_segments_bt[:, :, None] == kv_segments_bs[:, None, :]) & (j <= i[:, None])
 
 
+@jax.custom_vjp
+def scores(q_bkgth, k_bksh):
+  """Float32 products [b, k, g, t, s]; the gradient's products run in the type of q and k, and not in float32."""
+  return jnp.einsum("bkgth,bksh->bkgts", q_bkgth, k_bksh, preferred_element_type=jnp.float32)
+
+
+def _scores_backward(factors, d_bkgts):
+  q_bkgth, k_bksh = factors
+  d_bkgts = d_bkgts.astype(q_bkgth.dtype)
+  return jnp.einsum("bkgts,bksh->bkgth", d_bkgts, k_bksh), jnp.einsum("bkgts,bkgth->bksh", d_bkgts, q_bkgth)
+
+
+scores.defvjp(lambda q_bkgth, k_bksh: (scores(q_bkgth, k_bksh), (q_bkgth, k_bksh)), _scores_backward)
+
+
 # --- Kernels: attend() on one device ---------------------------------------------------------------------------------
 # When length is sharded the queries are a part of the row: query 0 has index `first` in it, 0 or (when t < s) a traced
 # scalar. on_cpu: the device that will run this is a CPU.
@@ -101,8 +115,7 @@ def dot(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, bias_nd, *, first
     add_bkgts += bias_matrix(bias_nd, t, s, first).reshape(k, n // k, t, s)
 
   def rows(start, stop, keys):
-    scores_bkgts = jnp.einsum("bkgth,bksh->bkgts", q_bkgth[:, :, :, start:stop], k_bksh[:, :, :keys],
-                              preferred_element_type=jnp.float32)
+    scores_bkgts = scores(q_bkgth[:, :, :, start:stop], k_bksh[:, :, :keys])
     if soft_cap:
       scores_bkgts = soft_cap * jnp.tanh(scores_bkgts / soft_cap)
     probs_bkgts = jax.nn.softmax(scores_bkgts + add_bkgts[..., start:stop, :keys], axis=-1).astype(v_bskh.dtype)

@@ -49,6 +49,12 @@ def start(need_run_name=True):
   ensure()
   from MaxText import errors, pyconfig, topology
 
+  topology.select_platform()
+  # Pages of 2 MiB: a step's arrays are mapped anew each time, and 4 KiB pages cost a tenth of the CPU time (measured).
+  # glibc reads this at the start of a process only.
+  if os.environ.get("JAX_PLATFORMS") == "cpu" and sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
+    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
   with errors.as_exit_codes():
     cfg = pyconfig.load(sys.argv[1:], need_run_name=need_run_name)
     topology.set_environment(cfg)

@@ -70,6 +70,12 @@ def shard(x, *axes):
   return jax.lax.with_sharding_constraint(x, spec(*axes))
 
 
+def on_cpu():
+  """Whether the devices of the mesh in use are CPUs; they need not be those of this process."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return (jax.default_backend() if mesh.empty else mesh.abstract_device.platform) == "cpu"
+
+
 def weight(rngs, shape, axes, init, dtype):
   """Declares a weight: its shape, the logical axis of each dimension, and init(key, shape, dtype)."""
   assert len(shape) == len(axes), (shape, axes)

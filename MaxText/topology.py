@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What devices are, by name: which platform this machine has, peak speeds, and the targets a step can be compiled for."""
+"""Devices by name: the platform this machine has, peak speeds, and the targets a step can be compiled for."""
 
 import difflib
 import glob
