@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec
 from tiny import tiny
 
@@ -170,6 +171,17 @@ def losses(cfg, devices, params):
 
 
 @pytest.fixture(scope="module")
+def no_compile_cache():
+  """A step that came from a cache would have no compile log to look into."""
+  before = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update("jax_enable_compilation_cache", before)
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
 def one_device():
   """(losses, parameters) of one device with 8 rows a step."""
   found, state = losses(tiny(**MODEL), jax.devices()[:1], None)
@@ -178,7 +190,7 @@ def one_device():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ten_steps_on_this_mesh_have_the_losses_of_one_device(layout, one_device, capfd):
+def test_ten_steps_on_this_mesh_have_the_losses_of_one_device(layout, one_device, no_compile_cache, capfd):
   expected, params = one_device
   cfg = tiny(devices=8, **(MODEL | LAYOUTS[layout]))
   assert cfg.global_batch_size == 8 and math.prod(cfg.mesh_shape) == 8
