@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Every test of this folder at a size for CPUs, one after the other, all of them even if one fails.
+#
+#   bash end_to_end/run_all.sh [RESULTS.jsonl]     a line of JSON of each test is added to that file
+#
+# Prints PASS or FAIL and figures of each, then how many. Exit code: 1 if one failed.
+
+set -u
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+export RESULTS=${1:-}
+passed=0 failed=""
+
+run() {
+  if python3 "$@"; then passed=$((passed + 1)); else failed="$failed ${1##*/}"; fi
+}
+
+run end_to_end/test_checkpointing.py
+run end_to_end/test_checkpoint_resharding.py
+run end_to_end/test_determinism.py
+run end_to_end/test_preemption.py
+run end_to_end/test_kill9.py
+run end_to_end/test_convergence.py
+run end_to_end/test_tflops.py
+run end_to_end/test_startup.py --slack=3 # whoever runs this may have company
+
+echo "$passed passed, failed:${failed:- none}"
+[ -z "$failed" ]
