@@ -195,7 +195,8 @@ RANGES = _PARALLELISM | {
 # Heads and mlp, emb and layers of global_parameter_scale 1; each doubling widens the next of the three in turn.
 LADDER = {"base_emb_dim": 2560, "base_num_query_heads": 8, "base_num_kv_heads": 8, "base_mlp_dim": 8192,
           "base_num_decoder_layers": 16}
-LADDER_DEFAULTS = {"head_dim": 256, "vocab_size": 32768, "max_target_length": 2048}
+LADDER_DEFAULTS = {"head_dim": 256, "vocab_size": 32768, "max_target_length": 2048, "mlp_activations": ("relu",),
+                   "logits_via_embedding": True, "normalize_embedding_logits": True}  # fmt: skip
 
 # Float32 logits of one piece per device that num_vocab_tiling=0 aims at. On CPU pieces of 32 MiB halve the peak memory
 # and are no slower than any other number (measured from 1 to 8 pieces at 128 MiB in all).
