@@ -359,7 +359,7 @@ BAD_ARGUMENTS = [  # (arguments, what the message has to name)
         ("per_device_batch_size", "0"), ("per_device_batch_size", "-1"), ("dropout_rate", "1"),
         ("dropout_rate", "-0.1"),
         ("adam_b1", "1"), ("adam_b2", "1.5"), ("adam_eps", "0"), ("warmup_steps_fraction", "1.1"),
-        ("warmup_steps", "300"), ("learning_rate_final_fraction", "2"), ("eval_fraction", "1"), ("eval_fraction", "0"),
+        ("warmup_steps", "400"), ("learning_rate_final_fraction", "2"), ("eval_fraction", "1"), ("eval_fraction", "0"),
         ("eval_interval", "0"), ("eval_steps", "0"), ("log_period", "0"), ("checkpoint_period", "0"),
         ("max_num_checkpoints_to_keep", "0"), ("init_weights_seed", "-1"), ("data_shuffle_seed", "5e9"),
         ("gradient_accumulation_steps", "0"), ("ici_fsdp_parallelism", "0"), ("ici_tensor_parallelism", "-2"),
