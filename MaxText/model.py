@@ -431,8 +431,11 @@ def _cross_entropy_forward(cfg, head, hidden_bte, targets_bt, weights_bt):
     return (sums, (dw_ev, db_v)), jnp.einsum("btv,ve->bte", dz_btv, head["w_ve"])
 
   (sums, (dw_ev, db_v)), dhidden_bte = in_pieces(cfg, losses_and_gradients, hidden_bte, targets_bt, weights_bt)
-  dhead = {"w_ve": dw_ev.T} if db_v is None else {"w_ve": dw_ev.T, "b_v": db_v}
-  return sums, (jax.tree.map(lambda d, w: d.astype(w.dtype), dhead, head), dhidden_bte)
+  # Cast before it is transposed: XLA's CPU compiler folds a transposition into the product, which it then cannot run.
+  dhead = {"w_ve": dw_ev.astype(head["w_ve"].dtype).T}
+  if db_v is not None:
+    dhead["b_v"] = db_v
+  return sums, (dhead, dhidden_bte)
 
 
 def _cross_entropy_backward(cfg, gradients, cotangent):
