@@ -41,6 +41,12 @@ class NumericsError(RunError):
   exit_code = NUMERICS
 
 
+class DoesNotFit(RunError):
+  """The run needs more device memory than there is."""
+
+  exit_code = DOES_NOT_FIT
+
+
 class DataError(RunError):
   """The data cannot be read or does not fit the run."""
 

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import math
 import signal
@@ -228,10 +229,6 @@ class Run:
     self.ledger = metrics.Ledger()
     self.chief = jax.process_index() == 0
     self.checkpointer = checkpoint.Checkpointer(cfg) if cfg.enable_checkpointing else None
-    if self.chief:
-      run_directory = epath.Path(cfg.run_directory)
-      run_directory.mkdir(parents=True, exist_ok=True)
-      (run_directory / "config.yml").write_text(pyconfig.as_yaml(cfg))
     opening = in_thread(functools.partial(
         data.open, cfg, process_index=jax.process_index(), process_count=jax.process_count()))
     starting, compiling = in_thread(self.start_state), in_thread(self.compile_steps)
@@ -240,8 +237,13 @@ class Run:
     self.state, position = starting.result()
     if position:
       self.data.check(position)
+    if self.chief:  # not before all that could refuse this config for this run
+      directory = epath.Path(cfg.run_directory)
+      directory.mkdir(parents=True, exist_ok=True)
+      (directory / "config.yml").write_text(pyconfig.as_yaml(cfg))
     self.done = int(self.state["step"])
     self.skipped_in_a_row = position["skipped_in_a_row"] if position else 0
+    self.eval_owed = position["eval_owed"] if position else False  # a signal cut the last evaluation short
     with self.ledger.measure("compile"):
       self.train_step, self.eval_step = compiling.result()
     self.num_parameters = sum(x.size for x in jax.tree.leaves(self.state["params"]))
@@ -274,6 +276,7 @@ class Run:
     where = NamedSharding(self.mesh, sharding.spec("batch", "length"))
     device = self.mesh.devices.flat[0]
     with (
+        contextlib.closing(self.checkpointer) if self.checkpointer else contextlib.nullcontext(),
         metrics.Recorder(cfg, self.num_parameters, self.mesh.size, device.device_kind, ledger=ledger,
                          done=self.done, process_index=jax.process_index()) as self.recorder,
         diagnostics.Profiler(cfg, cfg.tensorboard_directory, self.done) as profiler,
@@ -285,6 +288,9 @@ class Run:
       self.signals.in_loop = True
       self.last_end = time.perf_counter()
       finished = self.done >= cfg.steps
+      if self.eval_owed and self.eval_step and self.data.eval:
+        with ledger.measure("eval"):
+          finished = self.evaluate(where) or finished
       while not finished and not self.signals.received:
         with ledger.measure("data_wait"):
           batch = next(batches)
@@ -293,23 +299,22 @@ class Run:
           self.done += 1
           self.pending.append((self.done, step_metrics))
           finished = self.done == cfg.steps
-          eval_due = self.eval_step and self.data.eval and (finished or self.done % cfg.eval_interval == 0)
+          self.eval_owed = bool(
+              self.eval_step and self.data.eval and (finished or self.done % cfg.eval_interval == 0))
           save_due = self.done % cfg.checkpoint_period == 0 or finished and cfg.save_checkpoint_on_completion
-          self.report(0 if eval_due or save_due or finished or self.signals.received else self.in_flight)
-        if eval_due:
+          self.report(0 if self.eval_owed or save_due or finished or self.signals.received else self.in_flight)
+        if self.eval_owed:
           with ledger.measure("eval"):
             reached = self.evaluate(where)
           save_due, finished = save_due or reached, finished or reached
         if self.checkpointer and (save_due or self.signals.received):
           self.recorder.flush()
           with ledger.measure("save"):
-            position = self.data.position(self.done) | {"skipped_in_a_row": self.skipped_in_a_row}
+            position = self.data.position(self.done) | {
+                "skipped_in_a_row": self.skipped_in_a_row, "eval_owed": self.eval_owed}
             self.checkpointer.save(self.done, self.state, position, wait=bool(finished or self.signals.received))
         self.last_end = time.perf_counter()
-      if self.checkpointer:
-        with ledger.measure("save"):
-          self.checkpointer.close()
-      if self.signals.received and not finished:
+      if self.signals.received and (self.eval_owed or not finished):
         step = f"step {self.done} of {cfg.steps}"
         saved = f"saved {step}" if self.checkpointer else f"lost {step}, with enable_checkpointing=false"
         raise errors.Stopped(f"{self.signals.received}: {saved}. Run the same command again to go on.")
@@ -329,19 +334,43 @@ class Run:
             f"the gradient norm is {values['raw_grad_norm']}. Lower learning_rate={self.cfg.learning_rate}.")
 
   def evaluate(self, where):
-    """One evaluation; True when it reached target_eval_loss. One that a signal cuts short is not recorded."""
+    """One evaluation; True when it reached target_eval_loss. One that a signal cuts short is owed by the next start."""
     cfg, sums = self.cfg, []
     with data.batches(self.data.eval, 0, cfg.eval_batch_size, where, prefetch=cfg.prefetch_batches) as batches:
       for batch in batches:
         sums.append(jax.device_get(self.eval_step(self.state["params"], batch)))
         if self.signals.received:
           return False
+    self.eval_owed = False
     nll, correct, weights = (sum(float(s[name]) for s in sums) for name in ("nll", "correct", "weights"))
     self.recorder.eval(self.done, {"loss": nll / weights, "accuracy": correct / weights, "total_weights": weights})
     reached = nll / weights <= cfg.target_eval_loss
     if reached:
       self.recorder.note(f"eval loss {nll / weights:.4f} has reached target_eval_loss={cfg.target_eval_loss}: finished")
     return reached
+
+
+@contextlib.contextmanager
+def memory_errors_explained(cfg):
+  """Turns XLA's out-of-memory error, of compiling or of running, into DoesNotFit."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    raise errors.DoesNotFit(
+        f"per_device_batch_size={cfg.per_device_batch_size} remat_policy={cfg.remat_policy} run out of device memory: "
+        f"lower the first, set remat_policy=full, or use more devices. XLA: {str(error).splitlines()[0]}") from error
+
+
+def find_devices():
+  """jax.devices(). Raises ConfigError when the platform asked for is not there."""
+  try:
+    return jax.devices()
+  except RuntimeError as error:
+    platforms, reason = os.environ.get("JAX_PLATFORMS", ""), str(error).splitlines()[0]
+    raise errors.ConfigError(
+        f"JAX_PLATFORMS={platforms} finds no device: JAX_PLATFORMS=cpu runs anywhere. jax says: {reason}") from error
 
 
 def main(cfg):
@@ -354,11 +383,12 @@ def main(cfg):
     jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
   jax.config.update("jax_default_matmul_precision", cfg.matmul_precision)
-  cfg = pyconfig.resolve(cfg, jax.devices())
+  devices = find_devices()
+  cfg = pyconfig.resolve(cfg, devices)
   if jax.process_index() == 0:
     print("\n".join(pyconfig.describe(cfg)), flush=True)
-  mesh = sharding.make_mesh(cfg, jax.devices())
-  with sharding.use(mesh, cfg.logical_axis_rules), diagnostics.stack_traces(cfg):
+  mesh = sharding.make_mesh(cfg, devices)
+  with sharding.use(mesh, cfg.logical_axis_rules), diagnostics.stack_traces(cfg), memory_errors_explained(cfg):
     Run(cfg, mesh, signals).train()
 
 
