@@ -65,10 +65,10 @@ def naive_objective(cfg, params, batch):
 
 
 HEADS = {
-    "tied": {},
+    "tied": {"logits_via_embedding": True},
     "untied, bias": {"logits_via_embedding": False, "logits_bias": True},
     "soft cap": {"final_logits_soft_cap": 3.0},
-    "scaled, z-loss": {"normalize_embedding_logits": True, "z_loss_multiplier": 0.1},
+    "scaled, z-loss": {"logits_via_embedding": True, "normalize_embedding_logits": True, "z_loss_multiplier": 0.1},
 }
 
 
@@ -103,7 +103,7 @@ SWITCHES = {
                "scale_embedding": True, "mlp_bias": True, "logits_bias": True, "mlp_activations": ["gelu"]},
     "MaxText": {"block_layout": "parallel", "use_qk_norm": True, "query_scaling": "none",
                 "position_embedding": "rope_interleaved", "mlp_activations": ["relu"], "use_iota_embed": True,
-                "normalize_embedding_logits": True},
+                "logits_via_embedding": True, "normalize_embedding_logits": True},
     "T5 positions": {"position_embedding": "relative_bias"},
     "no positions": {"position_embedding": "none", "attention_bias": "qkv"},
 }  # fmt: skip

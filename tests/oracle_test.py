@@ -20,7 +20,7 @@ LENGTH = 20
 SIZES = {
     "base_emb_dim": 16, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 4, "base_mlp_dim": 24,
     "base_num_decoder_layers": 2, "vocab_size": 48, "max_target_length": 2 * LENGTH, "per_device_batch_size": 2.0,
-    "matmul_precision": "highest",
+    "matmul_precision": "highest", "logits_via_embedding": True,
 }  # fmt: skip
 FAMILIES = {
     "llama": {"norm_epsilon": 1e-5, "logits_via_embedding": False},

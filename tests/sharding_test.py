@@ -126,7 +126,8 @@ def test_a_dimension_that_its_mesh_axes_do_not_divide_is_named_with_a_way_out(al
 STEPS = 10
 MODEL = {
     "base_emb_dim": 32, "base_num_query_heads": 8, "base_num_kv_heads": 4, "head_dim": 4, "base_mlp_dim": 64,
-    "base_num_decoder_layers": 8, "vocab_size": 64, "max_target_length": 32, "ici_fsdp_parallelism": 1,
+    "base_num_decoder_layers": 8, "vocab_size": 64, "max_target_length": 32, "logits_via_embedding": True,
+    "embedding_init_std": 0.02, "ici_fsdp_parallelism": 1,
 }  # fmt: skip
 LAYOUTS = {
     "data 8": {"ici_data_parallelism": 8},

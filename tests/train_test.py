@@ -25,7 +25,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEVICES = jax.devices()
 # Warm-up of 5 steps, then constant: the course of a run does not depend on how long it is to be.
 KEYS = TINY | {
-    "vocab_size": 64, "per_device_batch_size": 1.0, "dropout_rate": 0.1, "input_dropout_rate": 0.1,
+    "vocab_size": 64, "logits_via_embedding": True, "embedding_init_std": 0.02, "per_device_batch_size": 1.0,
+    "dropout_rate": 0.1, "input_dropout_rate": 0.1,
     "lr_schedule_type": "constant", "warmup_steps": 5, "learning_rate_schedule_steps": 10_000,
     "log_period": 1000, "checkpoint_period": 1000,
 }  # fmt: skip
@@ -147,8 +148,7 @@ def test_eight_devices_train_as_one_dropout_included(one_device, uninterrupted):
 
 
 def test_the_model_learns(tmp_path):
-  found = losses(run(tmp_path / "learns", devices=1, steps=120, dropout_rate=0.0, input_dropout_rate=0.0,
-                     enable_checkpointing=False))
+  found = losses(run(tmp_path / "learns", devices=1, steps=150, enable_checkpointing=False))
   assert found[0] == pytest.approx(math.log(64), abs=0.1)
   assert np.mean(found[-10:]) < 1.5  # a perfect model reaches 1.06
   assert not (tmp_path / "learns" / "checkpoints").exists()
