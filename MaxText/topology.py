@@ -71,7 +71,8 @@ DEVICE_KINDS = {
     # https://cloud.google.com/tpu/docs/tpu7x, halved
     "TPU7x": DeviceKind("tpu7x", {"bf16": 1153.5 * _TERA, "fp8": 2307 * _TERA}, 96 * _GIB, 3690 * _GIGA),
     # NVIDIA A100 Tensor Core GPU datasheet
-    "NVIDIA A100-SXM4-40GB": DeviceKind("a100-40gb", {"bf16": 312 * _TERA, "int8": 624 * _TERA}, 40 * _GIB, 1555 * _GIGA),
+    "NVIDIA A100-SXM4-40GB": DeviceKind(
+        "a100-40gb", {"bf16": 312 * _TERA, "int8": 624 * _TERA}, 40 * _GIB, 1555 * _GIGA),
     "NVIDIA A100-SXM4-80GB": DeviceKind("a100", {"bf16": 312 * _TERA, "int8": 624 * _TERA}, 80 * _GIB, 2039 * _GIGA),
     # NVIDIA H100 Tensor Core GPU architecture, table of specifications (SXM5, PCIe); H100 NVL product brief
     "NVIDIA H100 80GB HBM3": DeviceKind(
@@ -147,7 +148,9 @@ _GPUS_PER_HOST = 8
 def _split(name):
   """"v5e-256" -> ("v5e", 256). Raises ConfigError on what is not a target."""
   family, _, count = name.replace("v5litepod-", "v5e-").rpartition("-")
-  counts = list(_FAMILIES[family].shapes) if family in _FAMILIES else [1, 2, 4, 8, 16, 32, 64] if family in _GPUS else []
+  counts = [1, 2, 4, 8, 16, 32, 64] if family in _GPUS else []
+  if family in _FAMILIES:
+    counts = list(_FAMILIES[family].shapes)
   count = int(count) if count.isdecimal() else 0
   if count in counts or (family in _GPUS and count and count % _GPUS_PER_HOST == 0):
     return family, count

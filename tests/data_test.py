@@ -409,11 +409,11 @@ def test_a_given_sentencepiece_model_is_used_and_kept(corpus):
   assert equal(again.train.rows(0, 9), first.train.rows(0, 9))
 
 
-def test_the_default_corpus_opens_without_jax_in_two_seconds(tmp_path):
+def test_the_default_corpus_opens_without_jax_in_seconds(tmp_path):
   code = ("import json, sys, time; from types import SimpleNamespace; from MaxText import data;"
-          "begin = time.perf_counter(); opened = data.open(SimpleNamespace(**json.loads(sys.argv[1])));"
+          "begin = time.process_time(); opened = data.open(SimpleNamespace(**json.loads(sys.argv[1])));"
           "assert 'jax' not in sys.modules; opened.train.rows(0, 8);"
-          "print(time.perf_counter() - begin, opened.summary)")
+          "print(time.process_time() - begin, opened.summary)")
   root = Path(__file__).parents[1]
   seconds = []
   for run in ("run", "run", "other"):
@@ -423,8 +423,9 @@ def test_the_default_corpus_opens_without_jax_in_two_seconds(tmp_path):
                             env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, check=True)
     seconds.append(float(result.stdout.split()[0]))
     assert "library" in result.stdout
-  assert seconds[0] < 10  # measured 1.1 s on two quiet cores; room for a busy machine
-  assert max(seconds[1:]) < 1  # measured 0.01 s for a resumed run, 0.03 s for a new one
+  # Of CPU time, which a busy machine hardly changes. Measured: 1.6, 0.04 for a resumed run, 0.07 for a new one.
+  assert seconds[0] < 4
+  assert max(seconds[1:]) < 0.5
 
 
 def test_synthetic_rows_follow_the_step_and_evaluation_ends(tmp_path):

@@ -6,6 +6,7 @@ import os
 import pathlib
 import pty
 import re
+import select
 import struct
 import subprocess
 import sys
@@ -284,14 +285,13 @@ def test_a_terminal_shows_a_progress_bar_and_a_dumb_one_does_not(tmp_path):
     with subprocess.Popen([sys.executable, "-c", f"{CHILD}\nrecord(config(sys.argv[1]), 0, 10)", str(tmp_path)],
                           stdin=terminal, stdout=terminal, stderr=terminal,
                           env=os.environ | {"TERM": term, "COLUMNS": "200"}) as process:
-      os.close(terminal)
-      text = b""
-      try:
-        while chunk := os.read(parent, 65536):
-          text += chunk
-      except OSError:  # how a closed pseudo-terminal ends
-        pass
-      assert process.wait() == 0
+      text, ended = b"", False
+      while not ended:
+        ended = process.poll() is not None  # asked before the last reading
+        while select.select([parent], [], [], 0.2)[0]:
+          text += os.read(parent, 65536)
+      assert process.returncode == 0
+    os.close(terminal)  # only now: with its last holder a pseudo-terminal may lose what nobody has read yet
     os.close(parent)
     return text.decode()
 
