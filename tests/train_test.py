@@ -181,10 +181,12 @@ def test_a_finished_run_says_so_and_changes_nothing(resumable, capfd):
 
 
 def test_other_data_are_refused_on_resume_unless_forced(resumable):
+  config = (resumable / "config.yml").read_text()
   for keys in ({"data_shuffle_seed": 7}, {"per_device_batch_size": 2.0}):
     (key, value), = keys.items()
     line = refused(resumable, errors.ConfigError, steps=6, **keys)
     assert "force_data_resume=true" in line and ("global_batch_size=16" if value == 2.0 else f"{key}=7") in line
+  assert (resumable / "config.yml").read_text() == config
   found = run(resumable, steps=6, data_shuffle_seed=7, force_data_resume=True)
   assert sorted(found)[-1] == 6
 
