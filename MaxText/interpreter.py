@@ -7,6 +7,7 @@ Standard library only, and no syntax newer than Python 3.8: the system's Python 
 import glob
 import importlib.util
 import os
+import signal
 import sys
 
 OLDEST = (3, 11)
@@ -46,6 +47,7 @@ def start(need_run_name=True):
 
   A wrong command line ends the process here, with one line and exit code 2.
   """
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules load is no traceback
   ensure()
   from MaxText import errors, pyconfig, topology
 
