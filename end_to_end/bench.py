@@ -75,12 +75,6 @@ SETS = {
 }
 
 
-class DoesNotFit(errors.RunError):
-  """The devices have too little memory."""
-
-  exit_code = errors.DOES_NOT_FIT
-
-
 # --- One run -------------------------------------------------------------------------------------------------------
 
 
@@ -98,33 +92,29 @@ def measure(cfg, steps, warmup):
     jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
   jax.config.update("jax_default_matmul_precision", cfg.matmul_precision)
   load_before = os.getloadavg()[0]
-  cfg = pyconfig.resolve(cfg, jax.devices())
+  devices = train.find_devices()
+  cfg = pyconfig.resolve(cfg, devices)
   print("\n".join(pyconfig.describe(cfg)), flush=True)
-  mesh = sharding.make_mesh(cfg, jax.devices())
+  mesh = sharding.make_mesh(cfg, devices)
   device = mesh.devices.flat[0]
-  try:
-    with sharding.use(mesh, cfg.logical_axis_rules):
-      _, abstract = train.abstract_state(cfg, mesh)
-      check_fits(abstract, device)
-      begin = time.perf_counter()
-      train_step = train.lower_train_step(cfg, mesh).compile()
-      compile_seconds = time.perf_counter() - begin
-      state = train.fresh_state(cfg, abstract)
-      num_parameters = sum(x.size for x in jax.tree.leaves(state["params"]))
-      dataset = data.open(cfg, process_index=jax.process_index(), process_count=jax.process_count()).train
-      where = NamedSharding(mesh, sharding.spec("batch", "length"))
-      in_flight = 0 if cfg.platform == "cpu" else 1
-      with data.batches(dataset, 0, cfg.global_batch_size, where, prefetch=cfg.prefetch_batches,
-                        reuse=cfg.reuse_example_batch) as batches:
-        loss_start, _, _, state = time_steps(cfg, train_step, state, batches, range(warmup), in_flight)
-        warmup_wait = batches.wait_seconds
-        _, loss_end, step_seconds, _ = time_steps(
-            cfg, train_step, state, batches, range(warmup, warmup + steps), in_flight)
-        wait_seconds = batches.wait_seconds - warmup_wait
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    raise DoesNotFit(f"out of memory: {str(error).splitlines()[0][:200]}") from error
+  with sharding.use(mesh, cfg.logical_axis_rules), train.memory_errors_explained(cfg):
+    _, abstract = train.abstract_state(cfg, mesh)
+    check_fits(abstract, device)
+    begin = time.perf_counter()
+    train_step = train.lower_train_step(cfg, mesh).compile()
+    compile_seconds = time.perf_counter() - begin
+    state = train.fresh_state(cfg, abstract)
+    num_parameters = sum(x.size for x in jax.tree.leaves(state["params"]))
+    dataset = data.open(cfg, process_index=jax.process_index(), process_count=jax.process_count()).train
+    where = NamedSharding(mesh, sharding.spec("batch", "length"))
+    in_flight = 0 if cfg.platform == "cpu" else 1
+    with data.batches(dataset, 0, cfg.global_batch_size, where, prefetch=cfg.prefetch_batches,
+                      reuse=cfg.reuse_example_batch) as batches:
+      loss_start, _, _, state = time_steps(cfg, train_step, state, batches, range(warmup), in_flight)
+      warmup_wait = batches.wait_seconds
+      _, loss_end, step_seconds, _ = time_steps(
+          cfg, train_step, state, batches, range(warmup, warmup + steps), in_flight)
+      wait_seconds = batches.wait_seconds - warmup_wait
 
   median = statistics.median(step_seconds)
   tokens = cfg.global_batch_size * cfg.max_target_length / median
@@ -186,8 +176,9 @@ def check_fits(abstract, device):
   # Clipping by the global norm needs all of the gradient before the first update.
   needed, there = size(abstract) + size(abstract["params"]), (device.memory_stats() or {}).get("bytes_limit")
   if there and needed > there:
-    raise DoesNotFit(f"parameters, moments and gradients take {needed / 1e9:.1f} GB per device; {device.device_kind} "
-                     f"gives {there / 1e9:.1f} GB. Shard them further, or see XLA_PYTHON_CLIENT_MEM_FRACTION.")
+    raise errors.DoesNotFit(
+        f"parameters, moments and gradients take {needed / 1e9:.1f} GB per device; {device.device_kind} gives "
+        f"{there / 1e9:.1f} GB. Shard them further, or see XLA_PYTHON_CLIENT_MEM_FRACTION.")
 
 
 def percentile(values, fraction):

@@ -78,7 +78,7 @@ def test_a_state_too_large_for_the_device_is_refused_before_compiling():
   with sharding.use(mesh, cfg.logical_axis_rules):
     _, abstract = train.abstract_state(cfg, mesh)
   device = types.SimpleNamespace(device_kind="small card", memory_stats=lambda: {"bytes_limit": 10_000})
-  with pytest.raises(bench.DoesNotFit, match="gradients take 0.0 GB per device; small card gives 0.0 GB"):
+  with pytest.raises(errors.DoesNotFit, match="gradients take 0.0 GB per device; small card gives 0.0 GB"):
     bench.check_fits(abstract, device)
   device.memory_stats = lambda: {"bytes_limit": 10**9}
   bench.check_fits(abstract, device)
