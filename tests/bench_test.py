@@ -23,6 +23,7 @@ FIGURES = {
     "name", "command", "date", "commit", "cpu", "cores", "versions", "environment", "platform", "device_kind",
     "num_devices", "num_hosts", "mesh", "dtype", "attention", "num_parameters", "rows_per_step", "row_tokens", "steps",
     "warmup_steps", "steps_in_flight", "median_step_seconds", "p90_step_seconds", "mean_step_seconds",
+    "host_cpu_seconds_per_step",
     "tokens_per_second", "per_device_tokens_per_second", "reference_tflops_per_device", "model_tflops_per_device",
     "causal_tflops_per_device", "reference_mfu", "model_mfu", "causal_mfu", "peak_device_bytes", "peak_host_bytes",
     "compile_seconds", "data_wait_fraction", "loss_start", "loss_end", "load_average_start", "load_average_end",
