@@ -297,7 +297,7 @@ class Transformer(nnx.Module):
       onehot_btv = shard(jax.nn.one_hot(tokens_bt, cfg.vocab_size, dtype=dtype), "batch", "length", "act_vocab")
       x_bte = jnp.einsum("btv,ve->bte", onehot_btv, table_ve)
     else:
-      x_bte = table_ve[tokens_bt]
+      x_bte = shard(table_ve[tokens_bt], "batch", "length", None)  # or jax 0.11 makes the table's gradient whole
     if cfg.scale_embedding:
       x_bte *= jnp.asarray(math.sqrt(cfg.emb_dim), dtype)
     if cfg.position_embedding == "learned":

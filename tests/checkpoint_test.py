@@ -359,7 +359,7 @@ def test_a_second_process_on_a_run_is_refused_until_the_first_is_dead(cfg):
 
 @pytest.fixture
 def object_store(tmp_path, monkeypatch):
-  """Takes a local directory for an object store: no renames, no hashes, a lock that beats, objects that change whole."""
+  """Takes a local directory for an object store: objects change whole, no renames, no hashes, a lock that beats."""
 
   def replace(path, text):
     upload = tmp_path / f"upload-{threading.get_ident()}"
