@@ -242,8 +242,8 @@ class Run:
       directory.mkdir(parents=True, exist_ok=True)
       (directory / "config.yml").write_text(pyconfig.as_yaml(cfg))
     self.done = int(self.state["step"])
-    self.skipped_in_a_row = position["skipped_in_a_row"] if position else 0
-    self.eval_owed = position["eval_owed"] if position else False  # a signal cut the last evaluation short
+    self.skipped_in_a_row = position.get("skipped_in_a_row", 0) if position else 0
+    self.eval_owed = position.get("eval_owed", False) if position else False  # a signal cut the last evaluation short
     with self.ledger.measure("compile"):
       self.train_step, self.eval_step = compiling.result()
     self.num_parameters = sum(x.size for x in jax.tree.leaves(self.state["params"]))

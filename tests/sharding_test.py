@@ -227,11 +227,13 @@ def test_initial_weights_do_not_depend_on_the_mesh(one_device):
   jax.tree.map(np.testing.assert_array_equal, params, one_device[1])
 
 
-def test_bfloat16_on_eight_devices_is_that_of_one_within_two_thousandths(one_device):
+def test_bfloat16_on_eight_devices_is_that_of_one_within_a_thousandth(one_device):
   _, params = one_device
-  one, eight = (losses(tiny(devices=len(devices), **(MODEL | {"dtype": "bfloat16", "ici_fsdp_parallelism": -1})),
-                       devices, params)[0] for devices in (jax.devices()[:1], jax.devices()))
-  np.testing.assert_allclose(eight, one, rtol=2e-3)
+  # A calm rate: at 1e-2 the roundings of ten steps amplify each other to just above a thousandth.
+  keys = MODEL | {"dtype": "bfloat16", "ici_fsdp_parallelism": -1, "learning_rate": 3e-3}
+  one, eight = (losses(tiny(devices=len(devices), **keys), devices, params)[0]
+                for devices in (jax.devices()[:1], jax.devices()))
+  np.testing.assert_allclose(eight, one, rtol=1e-3)
   assert max(abs(np.subtract(one, one_device[0]))) > 1e-5  # it is another type
 
 
