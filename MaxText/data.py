@@ -8,6 +8,7 @@ batches() puts the rows of each step on the devices. Only that imports jax: a co
 A document of tokens d[0..n] (BOS and EOS included) is the pairs (d[i], d[i+1]), input and target. An epoch is all pairs
 of all documents in that epoch's order; epochs follow each other without a gap, and row r is pairs [r L, (r+1) L) of
 that. So long documents are split, no target crosses documents, no row is padded, every pair comes once per epoch.
+The rows that begin in an epoch are served in an order of their own, or a batch would often be one long document.
 A batch is a dict of arrays [rows, max_target_length]: int32 inputs, targets, positions (from 0 in each piece of a
 document), segmentations (1, 2, ... in each row, 0 is padding), and float32 loss_weights (0.0 for padding).
 """
@@ -21,6 +22,7 @@ import sys
 import threading
 import time
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 from etils import epath
@@ -29,6 +31,8 @@ from MaxText import sources, tokenizer
 from MaxText.errors import ConfigError, DataError, StorageError
 
 FORMAT = 1
+# The order in which documents and rows come; a run goes on only in the order it began with.
+ORDER = 2
 # What decides the content of a snapshot; a resumed run must ask for the same.
 REQUEST = ("dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "max_dataset_chars",
            "max_corpus_chars", "tokenizer_type", "tokenizer_path", "add_bos", "add_eos")
@@ -97,22 +101,31 @@ def open(cfg, *, process_index=0, process_count=1):
   else:
     summary += "none, for lack of a second document; set eval_dataset_path"
   return Data(train, held_out if held_out.num_pairs else None, corpus.tokenizer,
-              {**identity, "corpus": manifest["fingerprint"], "tokenizer": corpus.tokenizer.fingerprint}, summary,
-              cfg.force_data_resume)
+              {**identity, "corpus": manifest["fingerprint"], "tokenizer": corpus.tokenizer.fingerprint,
+               "data_order": ORDER}, summary, cfg.force_data_resume)
 
 
 # --- Rows by index ---------------------------------------------------------------------------------------------------
 
 
+class Epoch(NamedTuple):
+  """The orders of an epoch: of its documents, and of the rows that begin in it (None: as they come)."""
+
+  starts: np.ndarray  # [documents], the first token of each
+  edges: np.ndarray  # [documents + 1], where in the epoch's pairs each begins, and the last one ends
+  rows: np.ndarray | None
+
+
 class Packed:
   """Rows of a tokenized corpus: of endless epochs, each in an order of its own, or of `once` through in stored order.
 
-  tokens: unsigned [T]; offsets: int64 [documents + 1]; seed: None keeps the stored order.
+  tokens: unsigned [T]; offsets: int64 [documents + 1]; seed: None keeps the stored order of documents and rows.
   """
 
   def __init__(self, tokens, offsets, length, *, seed=None, once=False, eval_steps=-1):
     pairs = np.diff(offsets) - 1
-    self._tokens, self._seed, self._once, self._eval_steps = tokens, seed, once, eval_steps
+    self._tokens, self._once, self._eval_steps = tokens, once, eval_steps
+    self._seed = None if once else seed
     self._starts, self._pairs = offsets[:-1][pairs > 0], pairs[pairs > 0]
     self._epochs = {}
     self.length = length
@@ -126,30 +139,12 @@ class Packed:
 
   def rows(self, start, stop):
     """The batch dict of rows [start, stop), found in O(log documents). Behind the end of `once` rows are padding."""
-    begin, end = start * self.length, stop * self.length
-    reach = min(end, self.num_pairs) if self._once else end
-    starts, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    at = begin
-    while at < reach:
-      epoch, low = divmod(at, self.num_pairs)
-      high = min(self.num_pairs, low + reach - at)
-      document_starts, ends = self._order(epoch)
-      first, last = np.searchsorted(ends, [low, high - 1], side="right")
-      edges = np.concatenate([[low], ends[first:last], [high]])
-      starts.append(document_starts[first:last + 1].copy())
-      starts[-1][0] += low - (ends[first - 1] if first else 0)
-      counts.append(np.diff(edges))
-      at += high - low
-    starts, counts = np.concatenate(starts), np.concatenate(counts)
-
-    size, real = end - begin, int(counts.sum())
+    row, starts, counts = self._pieces(self._begins(start, stop))
+    size, real = (stop - start) * self.length, int(counts.sum())
     piece_at = np.cumsum(counts) - counts
-    index = np.arange(real) + np.repeat(starts - piece_at, counts)
-    # A piece ends with its document or with its row.
-    cuts = np.union1d(piece_at, np.arange(0, real, self.length))
-    lengths = np.diff(cuts, append=real)
-    row_of_cut = cuts // self.length
-    number_in_row = np.arange(len(cuts)) - np.searchsorted(row_of_cut, row_of_cut) + 1
+    position = np.arange(real) - np.repeat(piece_at, counts)
+    index = position + np.repeat(starts, counts)
+    number_in_row = np.arange(len(row)) - np.searchsorted(row, row) + 1
 
     def batch(values, dtype=np.int32):
       array = np.zeros(size, dtype)
@@ -159,23 +154,62 @@ class Packed:
     return {
         "inputs": batch(self._tokens[index]),
         "targets": batch(self._tokens[index + 1]),
-        "positions": batch(np.arange(real) - np.repeat(cuts, lengths)),
-        "segmentations": batch(np.repeat(number_in_row, lengths)),
+        "positions": batch(position),
+        "segmentations": batch(np.repeat(number_in_row, counts)),
         "loss_weights": batch(1.0, np.float32),
     }
 
-  def _order(self, epoch):
-    """Where each document of the epoch starts in tokens, and where it ends in the epoch's pairs."""
+  def _begins(self, start, stop):
+    """The pair with which each row served begins, counted through all epochs: int64 [stop - start]."""
+    row = np.arange(start, stop)
+    if self._seed is not None:
+      epochs = row * self.length // self.num_pairs
+      for epoch in np.unique(epochs).tolist():
+        here, first = epochs == epoch, self._first_row(epoch)
+        row[here] = first + self._epoch(epoch).rows[row[here] - first]
+    return row * self.length
+
+  def _pieces(self, begins):
+    """The pieces of documents that fill the rows which begin so: their rows, first tokens and numbers of pairs."""
+    ends = begins + self.length
+    if self._once:
+      ends = np.minimum(ends, self.num_pairs)
+    parts = []
+    for epoch in range(begins.min() // self.num_pairs, -(-ends.max() // self.num_pairs)):
+      low, high = np.clip([begins - epoch * self.num_pairs, ends - epoch * self.num_pairs], 0, self.num_pairs)
+      row = np.flatnonzero(low < high)
+      starts, edges, _ = self._epoch(epoch)
+      first = np.searchsorted(edges, low[row], side="right") - 1
+      number = np.searchsorted(edges, high[row]) - first  # of documents that the row touches
+      document = np.arange(number.sum()) + np.repeat(first - np.cumsum(number) + number, number)
+      row = np.repeat(row, number)
+      begin, end = np.maximum(low[row], edges[document]), np.minimum(high[row], edges[document + 1])
+      parts.append((row, starts[document] + begin - edges[document], end - begin))
+    row, starts, counts = np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), np.int64)
+    order = np.argsort(row, kind="stable")  # a row may reach from one epoch into the next
+    return row[order], starts[order], counts[order]
+
+  def _epoch(self, epoch):
+    """The Epoch of this number; those of the last two asked for are kept: a row may reach from one into the next."""
     if self._seed is None:
       epoch = 0
     if epoch not in self._epochs:
-      if self._seed is None:
-        order = slice(None)
-      else:  # raw numbers: NumPy promises their stream for ever, and that of permutation() it does not
-        order = np.argsort(np.random.Philox(key=[self._seed, epoch]).random_raw(len(self._pairs)), kind="stable")
-      kept = list(self._epochs.items())[-1:]  # a row may reach from one epoch into the next
-      self._epochs = dict([*kept, (epoch, (self._starts[order], np.cumsum(self._pairs[order])))])
+      order, rows = slice(None), None
+      if self._seed is not None:
+        order = self._permutation(epoch, 0, len(self._pairs))
+        rows = self._permutation(epoch, 1, self._first_row(epoch + 1) - self._first_row(epoch))
+      edges = np.concatenate([[0], np.cumsum(self._pairs[order])])
+      kept = list(self._epochs.items())[-1:]
+      self._epochs = dict([*kept, (epoch, Epoch(self._starts[order], edges, rows))])
     return self._epochs[epoch]
+
+  def _first_row(self, epoch):
+    return -(-epoch * self.num_pairs // self.length)
+
+  def _permutation(self, epoch, stream, size):
+    # Raw numbers: NumPy promises their stream for ever, and that of permutation() it does not.
+    numbers = np.random.Philox(key=[self._seed, epoch], counter=[0, 0, 0, stream]).random_raw(size)
+    return np.argsort(numbers, kind="stable")
 
 
 class Whole:
