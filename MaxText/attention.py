@@ -6,8 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
 
 from MaxText import errors
 from MaxText.sharding import mesh_axes, on_cpu, spec
@@ -135,6 +133,10 @@ def flash(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, bias_nd, *, fir
 
   Any head size compiles; below 128 it fills a part of the 128 lanes of the matrix unit.
   """
+  # Here, because Pallas takes 0.25 s to import.
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
+
   _, t, n, _ = q_btnh.shape
   s = k_bskh.shape[1]
   if t % 128:

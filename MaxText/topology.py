@@ -38,6 +38,10 @@ def select_platform():
 def set_environment(cfg):
   """select_platform(), and the flags of the config added to those in the environment. Called before jax is imported."""
   select_platform()
+  given = os.environ.get("XLA_FLAGS", "")
+  if os.environ.get("JAX_PLATFORMS") == "cpu" and "xla_backend_optimization_level" not in given:
+    # LLVM's first level compiles the default step in 4.3 s, its third in 5.3, and the steps are as fast (measured).
+    os.environ["XLA_FLAGS"] = f"{given} --xla_backend_optimization_level=1".strip()
   for variable, flags in (("XLA_FLAGS", cfg.xla_flags), ("LIBTPU_INIT_ARGS", cfg.libtpu_init_args)):
     if flags:
       os.environ[variable] = f"{os.environ.get(variable, '')} {flags}".strip()

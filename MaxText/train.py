@@ -231,7 +231,7 @@ class Run:
     self.checkpointer = checkpoint.Checkpointer(cfg) if cfg.enable_checkpointing else None
     opening = in_thread(functools.partial(
         data.open, cfg, process_index=jax.process_index(), process_count=jax.process_count()))
-    starting, compiling = in_thread(self.start_state), in_thread(self.compile_steps)
+    starting, compiling = in_thread(self.start_state), in_thread(self.compile, lower_train_step)
     self.data = opening.result()
     self.say(self.data.summary)
     self.state, position = starting.result()
@@ -245,7 +245,9 @@ class Run:
     self.skipped_in_a_row = position.get("skipped_in_a_row", 0) if position else 0
     self.eval_owed = position.get("eval_owed", False) if position else False  # a signal cut the last evaluation short
     with self.ledger.measure("compile"):
-      self.train_step, self.eval_step = compiling.result()
+      self.train_step = compiling.result()
+    # Behind the train step, and needed only after many of them.
+    self.eval_step = in_thread(self.compile, lower_eval_step) if cfg.eval_interval != -1 and self.data.eval else None
     self.num_parameters = sum(x.size for x in jax.tree.leaves(self.state["params"]))
     self.say(f"parameters: {self.num_parameters:,}")
     if cfg.log_parameter_table:
@@ -258,11 +260,10 @@ class Run:
     if self.chief:
       print(line, flush=True)
 
-  def compile_steps(self):
-    """(train step, eval step or None), compiled."""
+  def compile(self, lower):
+    """The step that lower(cfg, mesh) gives, compiled."""
     with sharding.use(self.mesh, self.cfg.logical_axis_rules):
-      train_step = lower_train_step(self.cfg, self.mesh).compile()
-      return train_step, lower_eval_step(self.cfg, self.mesh).compile() if self.cfg.eval_interval != -1 else None
+      return lower(self.cfg, self.mesh).compile()
 
   def start_state(self):
     """(state, position or None): the run's newest checkpoint, or what the config says to start from."""
@@ -288,7 +289,7 @@ class Run:
       self.signals.in_loop = True
       self.last_end = time.perf_counter()
       finished = self.done >= cfg.steps
-      if self.eval_owed and self.eval_step and self.data.eval:
+      if self.eval_owed and self.eval_step:
         with ledger.measure("eval"):
           finished = self.evaluate(where) or finished
       while not finished and not self.signals.received:
@@ -299,8 +300,7 @@ class Run:
           self.done += 1
           self.pending.append((self.done, step_metrics))
           finished = self.done == cfg.steps
-          self.eval_owed = bool(
-              self.eval_step and self.data.eval and (finished or self.done % cfg.eval_interval == 0))
+          self.eval_owed = bool(self.eval_step and (finished or self.done % cfg.eval_interval == 0))
           save_due = self.done % cfg.checkpoint_period == 0 or finished and cfg.save_checkpoint_on_completion
           self.report(0 if self.eval_owed or save_due or finished or self.signals.received else self.in_flight)
         if self.eval_owed:
@@ -336,9 +336,11 @@ class Run:
   def evaluate(self, where):
     """One evaluation; True when it reached target_eval_loss. One that a signal cuts short is owed by the next start."""
     cfg, sums = self.cfg, []
+    with self.ledger.measure("compile"):
+      eval_step = self.eval_step.result()
     with data.batches(self.data.eval, 0, cfg.eval_batch_size, where, prefetch=cfg.prefetch_batches) as batches:
       for batch in batches:
-        sums.append(jax.device_get(self.eval_step(self.state["params"], batch)))
+        sums.append(jax.device_get(eval_step(self.state["params"], batch)))
         if self.signals.received:
           return False
     self.eval_owed = False
