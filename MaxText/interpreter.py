@@ -9,9 +9,11 @@ import importlib.util
 import os
 import signal
 import sys
+import time
 
 OLDEST = (3, 11)
 _GUARD = "MAXTEXT_STARTED_BY"
+_STARTED = "MAXTEXT_STARTED_AT"  # process id and time
 
 
 def ensure():
@@ -21,6 +23,8 @@ def ensure():
   In order: the environment MAXTEXT_VENV, `.venv` in this folder, the one that setup.sh recorded last for this user.
   Exits with code 2 and one line when there is none. Must run before anything else is imported.
   """
+  if seconds_since_start() == 0.0:
+    os.environ[_STARTED] = f"{os.getpid()} {time.time()}"
   started_by = os.environ.pop(_GUARD, None)
   jax = importlib.util.find_spec("jax")
   if sys.version_info >= OLDEST and jax is not None and jax.origin is not None:
@@ -61,6 +65,15 @@ def start(need_run_name=True):
     cfg = pyconfig.load(sys.argv[1:], need_run_name=need_run_name)
     topology.set_environment(cfg)
   return cfg
+
+
+def seconds_since_start():
+  """Wall seconds since the command of this process began, also when it has gone on in another Python; 0.0 if unknown.
+
+  The system's own record is no use: `bash -c "setup && train"` is one process.
+  """
+  process, _, start = os.environ.get(_STARTED, "").partition(" ")
+  return max(time.time() - float(start), 0.0) if process == str(os.getpid()) else 0.0
 
 
 def recorded():

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 
-from MaxText import errors, pyconfig, topology
+from MaxText import errors, interpreter, pyconfig, topology
 
 # --- FLOP count ----------------------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ class Ledger:
   def __init__(self):
     self._seconds = dict.fromkeys(("init", "compile", "data_wait", "step", "eval", "save", "other"), 0.0)
     self._kind, self._rest = None, "init"
-    self._since = time.perf_counter() - _process_age()
+    self._since = time.perf_counter() - interpreter.seconds_since_start()
 
   @contextlib.contextmanager
   def measure(self, kind):
@@ -84,16 +84,6 @@ class Ledger:
     now = time.perf_counter()
     self._seconds[self._kind or self._rest] += now - self._since
     self._since, self._kind = now, next_kind
-
-
-def _process_age():
-  """Seconds since this process was started, 0.0 where there is no /proc."""
-  try:
-    with open("/proc/self/stat", encoding="utf-8") as file:
-      ticks = int(file.read().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-  except (OSError, AttributeError):
-    return 0.0
 
 
 # --- TensorBoard event files ---------------------------------------------------------------------------------------
