@@ -713,8 +713,13 @@ def resolve(cfg, devices):
   order of MESH_AXES), micro_batch_size, global_batch_size and eval_batch_size (rows over all devices), and decides
   dtype, attention and num_vocab_tiling. Raises ConfigError when mesh, batch or sizes do not fit.
 
-  `devices` have .platform and .device_kind, and .slice_index where the platform knows slices.
+  `devices` have .platform and .device_kind, and .slice_index where the platform knows slices. With compile_topology set
+  they are those of that target instead, whatever machine this is.
   """
+  if cfg.compile_topology:
+    from MaxText import topology  # here: training has no use for it
+
+    devices = topology.target(cfg.compile_topology, cfg.compile_topology_num_slices)
   slices = [getattr(device, "slice_index", None) or 0 for device in devices]
   platform = {"cuda": "gpu", "rocm": "gpu"}.get(devices[0].platform, devices[0].platform)
   return Config(cfg.given, (platform, devices[0].device_kind, len(devices), len(set(slices))))

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from MaxText import errors, topology
+from MaxText import errors, pyconfig, topology
 
 SIZES = {  # devices and hosts of one slice
     "v4-8": (4, 1), "v4-128": (64, 16), "v4-384": (192, 48), "v4-4096": (2048, 512), "v5p-8": (4, 1),
@@ -133,3 +133,19 @@ print(json.dumps([[facts(topology.target(n, 2)), facts(topology.topology_devices
 """
   for ours, theirs in json.loads(python(code)):
     assert ours == theirs
+
+
+def test_auto_values_are_those_of_the_target_and_not_of_the_machine_that_compiles():
+  here = [topology.Device("cpu", "cpu", 0, 0, 0)]
+
+  def resolve(*keys):
+    keys = ["configs/base.yml", "max_target_length=2048", "base_emb_dim=512", "head_dim=128", *keys]
+    return pyconfig.resolve(pyconfig.load(keys, need_run_name=False), here)
+
+  tpu = resolve("compile_topology=v5e-256", "compile_topology_num_slices=2", "dcn_data_parallelism=2")
+  assert (tpu.platform, tpu.num_devices, tpu.num_slices) == ("tpu", 512, 2)
+  assert (tpu.dtype, tpu.attention) == ("bfloat16", "flash")
+  gpu = resolve("compile_topology=h100-8")
+  assert (gpu.platform, gpu.num_devices, gpu.dtype, gpu.attention) == ("gpu", 8, "bfloat16", "cudnn")
+  cpu = resolve()
+  assert (cpu.platform, cpu.dtype, cpu.attention) == ("cpu", "float32", "dot")
