@@ -35,6 +35,8 @@ OLD_KEYS = {
     "max_sequence_length": ("max_target_length",),
     "normalization_layer_epsilon": ("norm_epsilon",),
     "per_device_batch": ("per_device_batch_size",),
+    "sampling_temperature": ("decode_sampling_temperature",),
+    "sampling_top_k": ("decode_sampling_top_k",),
     "save_period": ("checkpoint_period",),
 }
 # Two old keys that make one of ours; join_old_keys() says how.
@@ -64,7 +66,6 @@ OLD_VALUES = {
 }
 # Names of other versions that set nothing here: (values that ask for what happens anyway, what to do instead).
 _INT8 = "training is not quantized"
-_DECODE = "this trainer does not decode yet"
 _TFDS = "set dataset_type=text and dataset_path"
 GONE_KEYS = {
     "aqt_rng_type": (("jax.uniform",), _INT8),
@@ -95,15 +96,11 @@ GONE_KEYS = {
     "ici_fsdp_transpose_parallelism": (("1",), "the mesh axes are " + ", ".join(MESH_AXES)),
     "int8_training": (("false",), _INT8),
     "max_eval_target_length": ((), "evaluation rows have max_target_length"),
-    "max_predict_length": ((), _DECODE),
     "mesh_axes": ((), "the mesh axes are " + ", ".join(MESH_AXES)),
     "model_name": (("default",), "give the model's recipe instead, such as configs/llama2_7b.yml"),
     "opt_type": (("adamw",), "the optimizer is AdamW; update_rms_cap caps updates"),
     "param_scan_axis": (("0",), "the layers are always the first dimension of stacked weights"),
-    "prompt": ((), _DECODE),
     "quantization": (("",), _INT8),
-    "sampling_temperature": ((), _DECODE),
-    "sampling_top_k": ((), _DECODE),
     "use_dqdg": (("false",), _INT8),
 }
 
@@ -112,6 +109,7 @@ CHOICES = {
     "attention_bias": ("", "qkv", "all"),
     "block_layout": ("sequential", "parallel"),
     "dataset_type": ("stdlib", "text", "synthetic"),
+    "decode_sampling_strategy": ("greedy", "weighted", "topk", "nucleus"),
     "dtype": ("auto", "float32", "bfloat16"),
     "global_parameter_scale": (0, 1, 2, 4, 8, 16, 32, 64, 128),
     "learning_rate_after_schedule": ("zero", "floor"),
@@ -124,7 +122,8 @@ CHOICES = {
     "query_scaling": ("rsqrt", "per_dim", "none"),
     "remat_names": ("query", "key", "value", "context", "out_proj", "mlp_gate", "mlp_up", "mlp_down"),
     "remat_policy": ("none", "full", "minimal", "save_qkv_proj", "save_out_proj", "save_dot_except_mlp", "names"),
-    "tokenizer_type": ("bpe", "byte", "sentencepiece"),
+    "rope_scaling": ("", "linear", "llama3"),
+    "tokenizer_type": ("bpe", "byte", "sentencepiece", "huggingface"),
     "weight_decay_mask": ("matrices", "all"),
     "weight_dtype": ("float32", "bfloat16"),
     "weight_init": ("fan_in", "xavier", "normal"),
@@ -149,6 +148,11 @@ RANGES = _PARALLELISM | {
     "checkpoint_period": (1, 10**9),
     "compile_topology_num_slices": (1, 10_000),
     "data_shuffle_seed": (0, 2**32 - 1),
+    "decode_num_samples": (1, 10_000),
+    "decode_sampling_nucleus_p": (1e-6, 1),
+    "decode_sampling_temperature": (1e-6, 1e6),
+    "decode_sampling_top_k": (1, 10**6),
+    "decode_seed": (0, 2**32 - 1),
     "dropout_rate": (0, 0.99),
     "embedding_init_std": (0, 100),
     "eval_fraction": (0, 0.9),
@@ -167,7 +171,9 @@ RANGES = _PARALLELISM | {
     "log_period": (1, 10**9),
     "max_corpus_chars": (1, 10**12),
     "max_dataset_chars": (0, 10**12),
+    "max_eval_task_rows": (0, 10**9),
     "max_num_checkpoints_to_keep": (1, 10**6),
+    "max_predict_length": (1, 10**7),
     "max_skipped_steps": (1, 10**9),
     "max_target_length": (1, 10**8),
     "norm_epsilon": (0, 1),
@@ -178,6 +184,10 @@ RANGES = _PARALLELISM | {
     "relative_bias_buckets": (2, 10**5),
     "relative_bias_max_distance": (2, 10**8),
     "rope_max_timescale": (1, 1e12),
+    "rope_scaling_factor": (1, 1e6),
+    "rope_scaling_high_frequency_factor": (1e-3, 1e6),
+    "rope_scaling_low_frequency_factor": (1e-3, 1e6),
+    "rope_scaling_original_length": (1, 10**8),
     "skip_first_n_steps_for_profiler": (0, 10**9),
     "skip_step_gradient_norm": (0, 1e12),
     "stack_trace_interval_seconds": (1, 10**6),
@@ -191,6 +201,13 @@ RANGES = _PARALLELISM | {
     "weight_init_std": (0, 10),
     "z_loss_multiplier": (0, 1000),
 }
+
+# What a run's saved config says about the machine that trained and about a start from elsewhere: not what the run is.
+MACHINE_KEYS = {*_PARALLELISM, "attention", "compile_topology", "compile_topology_num_slices", "decode_output_file",
+                "eval_per_device_batch_size", "libtpu_init_args", "load_full_state_path", "per_device_batch_size",
+                "xla_flags"}
+
+DATA_KEYS = ("dataset_type", "dataset_path", "eval_dataset_path")  # of use only with the run's own copy of its data
 
 # Heads and mlp, emb and layers of global_parameter_scale 1; each doubling widens the next of the three in turn.
 LADDER = {"base_emb_dim": 2560, "base_num_query_heads": 8, "base_num_kv_heads": 8, "base_mlp_dim": 8192,
@@ -256,21 +273,29 @@ class Config:
 # --- Load ----------------------------------------------------------------------------------------------------------
 
 
-def load(argv, *, need_run_name=True):
+def load(argv, *, need_run_name=True, reopen=False):
   """The config of `argv`: YAML files and key=value arguments, left to right, over configs/base.yml.
+
+  `reopen` puts the saved config of the run that argv names between the two: that of run_name, or where there is none
+  that of load_parameters_path. What it says about the machine that trained (MACHINE_KEYS) does not count.
 
   Raises ConfigError, one line with key, value, rule and way out. Notes about old names go to stderr.
   """
-  given, named, parts, loaded = dict(base()), set(), {}, {os.path.realpath(BASE)}
+  assignments, loaded = [], {os.path.realpath(BASE)}
   for argument in argv:
     key, equals, value = argument.partition("=")
     if equals and (re.fullmatch(r"-*\w+", key) or not argument.endswith((".yml", ".yaml"))):
-      assign(given, named, parts, key, value, "")
+      assignments.append((key, value, ""))
       continue
     path = find(argument)
-    if os.path.samefile(path, BASE) and (named or len(loaded) > 1):
+    if os.path.samefile(path, BASE) and (assignments or len(loaded) > 1):
       raise ConfigError(f"{show(argument)} must come first: what follows overrides it.")
-    merge_file(given, named, parts, loaded, path)
+    assignments += file_assignments(path, loaded)
+  given, named, parts = dict(base()), set(), {}
+  if reopen:
+    given |= saved_config(assignments)
+  for assignment in assignments:
+    assign(given, named, parts, *assignment)
   join_old_keys(given, named, parts)
   if not given["run_name"]:
     given["run_name"] = os.environ.get("JOBSET_NAME", "")
@@ -285,12 +310,12 @@ def base():
   return {key: default(value) for key, (value, _) in read(BASE).items()}
 
 
-def merge_file(given, named, parts, loaded, path):
-  """Reads the file and first, unless that has happened, the file its `base_config` names."""
+def file_assignments(path, loaded):
+  """The (key, value, where) of the file, after those of the file its `base_config` names unless that is `loaded`."""
   loaded.add(os.path.realpath(path))
   if os.path.realpath(path) == os.path.realpath(BASE):
-    return
-  pairs = read(path)
+    return []
+  pairs, assignments = read(path), []
   if "base_config" in pairs:
     parent, where = pairs.pop("base_config")
     if not isinstance(parent, str) or not parent:
@@ -301,9 +326,45 @@ def merge_file(given, named, parts, loaded, path):
         raise ConfigError(f"base_config={show(parent)}{where} is not a file. Write base_config: base.yml")
       if len(loaded) > 8:
         raise ConfigError(f"base_config={show(parent)}{where} is nested too deep. Name base.yml")
-      merge_file(given, named, parts, loaded, parent)
-  for key, (value, where) in pairs.items():
-    assign(given, named, parts, key, value, where)
+      assignments = file_assignments(parent, loaded)
+  return assignments + [(key, value, where) for key, (value, where) in pairs.items()]
+
+
+def saved_config(assignments):
+  """{key: value} that the run which `assignments` name has saved and that still counts; {} when it has saved none."""
+  where = {"run_name": os.environ.get("JOBSET_NAME", ""), "load_parameters_path": "",
+           "base_output_directory": base()["base_output_directory"]}
+  where |= {key: os.path.expanduser(typed(key, value, "")) for key, value, _ in assignments if key in where}
+  parents = [f"{where['base_output_directory'].rstrip('/')}/{where['run_name']}"] if where["run_name"] else []
+  path = where["load_parameters_path"].rstrip("/")
+  if path:  # a run, its checkpoints or one of these
+    parents += [path, os.path.dirname(path), os.path.dirname(os.path.dirname(path))]
+  for parent in parents:
+    pairs = read_saved(f"{parent}/config.yml")
+    if pairs is not None:
+      saved, named, parts = dict(base()), set(), {}
+      for key, (value, line) in pairs.items():
+        assign(saved, named, parts, key, value, line)
+      own = f"{parent}/tokenizer"
+      if "://" not in own and os.path.isdir(own):  # the run may have been moved since
+        saved |= {"tokenizer_path": own, "tokenizer_type": tokenizer_type(own)}
+      gone = MACHINE_KEYS | set(where) | (set() if parent == parents[0] and where["run_name"] else set(DATA_KEYS))
+      return {key: value for key, value in saved.items() if key not in gone}
+  return {}
+
+
+def read_saved(path):
+  """read() of a run's saved config on a local path or gs://, None where there is none."""
+  if "://" not in path:
+    return read(path) if os.path.isfile(path) else None
+  from etils import epath  # slow, and only for gs://
+
+  try:
+    return parse(epath.Path(path).read_text(), path)
+  except FileNotFoundError:
+    return None
+  except Exception as error:  # a storage library may raise anything
+    raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0][:200]}. Check path and access.") from error
 
 
 def find(path):
@@ -367,7 +428,7 @@ def expand(given, named):
   """
   given = dict(given)
   if given["tokenizer_path"] and "tokenizer_type" not in named:
-    given["tokenizer_type"] = "sentencepiece"
+    given["tokenizer_type"] = tokenizer_type(given["tokenizer_path"])
   scale = given["global_parameter_scale"]
   if scale and scale in CHOICES["global_parameter_scale"]:
     clash = sorted(set(named) & set(LADDER))
@@ -380,6 +441,16 @@ def expand(given, named):
     given |= {key: size for key, size in LADDER_DEFAULTS.items() if key not in named}
     given["global_parameter_scale"] = 0
   return given
+
+
+def tokenizer_type(path):
+  """The kind of tokenizer that is at `path`, by its name; of a folder by what is in it."""
+  path = os.path.expanduser(path)
+  if path.endswith(".json"):
+    return "huggingface"
+  inside = ("tokenizer.json", "tokenizer.model", "vocab.json")
+  first = next((name for name in inside if os.path.isfile(os.path.join(path, name))), "tokenizer.model")
+  return "huggingface" if first.endswith(".json") else "sentencepiece"
 
 
 # --- Read: YAML without YAML's scalar rules ------------------------------------------------------------------------
@@ -498,7 +569,7 @@ def typed(key, value, like, where=""):
       wrong("must be true or false.")
     return source in ("true", "True")
   if isinstance(like, str):
-    if not source.isprintable():
+    if not source.isprintable() and key != "prompt":
       wrong("contains a line break or control character. Take it out.")
     return source
   kind = "a whole number" if isinstance(like, int) else "a number"
@@ -569,7 +640,7 @@ def derive(given):
   """All values: those given, with -1, 0.0 and "~" replaced by what they stand for, and those that follow from them."""
   v = dict(given)
   for key in ("base_output_directory", "jax_cache_dir", "data_cache_dir", "metrics_file", "tokenizer_path",
-              "load_parameters_path", "load_full_state_path"):
+              "prompt_file", "decode_output_file", "load_parameters_path", "load_full_state_path"):
     v[key] = os.path.expanduser(v[key])
   for key in ("dataset_path", "eval_dataset_path"):
     v[key] = ",".join(os.path.expanduser(part.strip()) for part in v[key].split(","))
@@ -684,20 +755,28 @@ def validate_together(v):
        "attention=cudnn cannot compute in dtype=float32. Set dtype=bfloat16 or attention=dot.")
   need(not v["normalize_embedding_logits"] or v["logits_via_embedding"],
        "normalize_embedding_logits=true needs logits_via_embedding=true.")
+  need(not v["rope_scaling"] or position.startswith("rope"),
+       f"{these('rope_scaling', 'position_embedding')} do not go together. Set rope_scaling=\"\".")
+  need(v["rope_scaling_low_frequency_factor"] < v["rope_scaling_high_frequency_factor"],
+       f"{these('rope_scaling_low_frequency_factor')} must be less than {these('rope_scaling_high_frequency_factor')}.")
   need(v["remat_policy"] != "names" or v["remat_names"],
        f"remat_policy=names saves nothing with remat_names=[]. Name some of {', '.join(CHOICES['remat_names'])}.")
 
   # Data.
-  kind, reads_path = v["dataset_type"], v["tokenizer_type"] == "sentencepiece"
+  kind, reads_path = v["dataset_type"], v["tokenizer_type"] in ("sentencepiece", "huggingface")
   need(kind != "text" or v["dataset_path"], "dataset_type=text needs dataset_path. Give files, folders or globs.")
   need(kind != "stdlib" or not v["dataset_path"],
        f"{these('dataset_path')} is not read with dataset_type=stdlib. Add dataset_type=text.")
   need(kind == "synthetic" or v["eval_fraction"] or v["eval_interval"] == -1 or v["eval_dataset_path"],
        "eval_fraction=0.0 leaves nothing to evaluate on. Raise it, give eval_dataset_path, or set eval_interval=-1.")
   need(v["tokenizer_path"] or not reads_path,
-       "tokenizer_type=sentencepiece needs tokenizer_path, a SentencePiece model file.")
+       f"{these('tokenizer_type')} needs tokenizer_path, the file or folder of the tokenizer.")
   need(reads_path or not v["tokenizer_path"], f"{these('tokenizer_type')} does not read {these('tokenizer_path')}. "
-       "Set tokenizer_type=sentencepiece or leave tokenizer_path out.")
+       "Leave one of the two out.")
+
+  # Decode and evals.
+  need(not v["prompt_file"] or "://" in v["prompt_file"] or os.path.isfile(v["prompt_file"]),
+       f"{these('prompt_file')} is no file (seen from {show(os.getcwd())}). Check the path.")
 
   # Mesh.
   for net in ("ici", "dcn"):

@@ -219,6 +219,54 @@ def test_describe_names_overrides_and_what_was_decided():
   assert pyconfig.describe(pyconfig.load([], need_run_name=False)) == []
 
 
+# --- Reopened runs -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+  """A run "mine" on eight devices in tmp_path/runs, where the working directory is."""
+  monkeypatch.chdir(tmp_path)
+  cfg = load("run_name=mine", "base_emb_dim=64", "vocab_size=999", "steps=7", "max_target_length=64",
+             "ici_tensor_parallelism=8", "ici_fsdp_parallelism=1", "per_device_batch_size=0.125", "xla_flags=--a=b",
+             "dataset_type=text", f"dataset_path={REPO}/configs")
+  directory = tmp_path / "runs" / "mine"
+  (directory / "checkpoints" / "7").mkdir(parents=True)
+  pyconfig.dump(cfg, directory / "config.yml")
+  return directory
+
+
+def test_a_reopened_run_has_its_saved_config_below_recipes_and_arguments(tmp_path, saved):
+  recipe = file(tmp_path, "steps: 8\nvocab_size: 1000\n")
+  cfg = pyconfig.load(["configs/base.yml", "run_name=mine", recipe, "steps=9"], reopen=True)
+  assert (cfg.base_emb_dim, cfg.vocab_size, cfg.steps, cfg.run_directory) == (64, 1000, 9, "runs/mine")
+  assert pyconfig.load(["configs/base.yml", "run_name=mine"], reopen=False).base_emb_dim == 128
+
+
+def test_a_reopened_run_does_not_ask_for_the_machine_that_trained_it(saved):
+  cfg = pyconfig.resolve(pyconfig.load(["configs/base.yml", "run_name=mine"], reopen=True), cpus(1))
+  assert cfg.xla_flags == "" and cfg.mesh_shape == (1,) * 6 and cfg.eval_batch_size == 8
+
+
+@pytest.mark.parametrize("inside", ["", "/checkpoints", "/checkpoints/7"])
+def test_parameters_from_elsewhere_come_with_the_config_of_their_run(tmp_path, saved, inside):
+  moved = tmp_path / "elsewhere"
+  saved.rename(moved)
+  (moved / "tokenizer").mkdir()
+  (moved / "tokenizer" / "tokenizer.json").touch()
+  cfg = pyconfig.load([f"load_parameters_path={moved}{inside}"], need_run_name=False, reopen=True)
+  assert (cfg.run_name, cfg.base_emb_dim, cfg.vocab_size, cfg.dataset_path) == ("", 64, 999, "")
+  assert (cfg.tokenizer_path, cfg.tokenizer_type) == (f"{moved}/tokenizer", "huggingface")
+
+
+def test_the_type_of_a_tokenizer_follows_from_its_path(tmp_path):
+  (tmp_path / "vocab.json").touch()
+  (tmp_path / "a.json").touch()
+  (tmp_path / "a.model").touch()
+  for path, kind in ((tmp_path, "huggingface"), (tmp_path / "a.json", "huggingface"),
+                     (tmp_path / "a.model", "sentencepiece")):
+    assert load(f"tokenizer_path={path}").tokenizer_type == kind
+
+
 # --- Old names -----------------------------------------------------------------------------------------------------
 
 NOV_23_KEYS = """
@@ -258,6 +306,8 @@ def test_every_key_of_the_reference_is_ours_or_renamed_or_refused_with_a_reason(
     ("reuse_example_batch=1", {"reuse_example_batch": True}), ("compile_topology_num_slices=-1", {}),
     ("record_internal_nn_metrics=0", {}), ("int8_training=False", {}), ("fwd_int8=true", {}),
     ("load_from_other_directory=tests", {"load_full_state_path": "tests"}),
+    ("sampling_temperature=0.5", {"decode_sampling_temperature": 0.5}),
+    ("sampling_top_k=7", {"decode_sampling_top_k": 7}),
 ])
 def test_an_old_name_is_taken_with_a_note(capsys, monkeypatch, argument, ours):
   monkeypatch.chdir(REPO)
@@ -376,7 +426,7 @@ BAD_ARGUMENTS = [  # (arguments, what the message has to name)
         ("logical_axis_rules", "[" * 30), ("base_output_directory", ""), ("base_output_directory", "s3://b"),
         ("metrics_file", "gs://b/m"), ("stack_trace_interval_seconds", "0"), ("gcs_metrics", "true"),
         ("trainable_position_size", "64,"), ("int8_training", "true"), ("model_name", "llama2-7b"),
-        ("mesh_axes", "[data]"), ("sampling_temperature", "0.5"), ("normalize_embedding_logits", "1"),
+        ("mesh_axes", "[data]"), ("decoder_block", "gpt3"), ("normalize_embedding_logits", "1"),
     )],
     *[([f"run_name={name}"], "run_name=") for name in
       ("../../x; rm -rf", "a/b", "-x", ".x", "a b", "x" * 200, "é", "a\nb", "$(x)", "a\x00b")],
