@@ -13,7 +13,7 @@ from MaxText.sharding import mesh_axes, on_cpu, spec
 _MASKED = -1e30  # added to scores; exp() of it is 0, and unlike -inf it leaves every sum finite
 
 
-def attend(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, *, kernel, soft_cap=0.0, bias_nd=None):
+def attend(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, *, kernel, soft_cap=0.0, bias_nd=None, first=None):
   """Causal attention within segments: softmax(cap(q . k) + bias) . v, the softmax in float32.
 
   Query i sees key j when j <= i and both are of one segment. Segment 0 (padding) is treated as any other: finite, and
@@ -22,11 +22,13 @@ def attend(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, *, kernel, sof
 
   Args:
     q_btnh: queries, already scaled.
-    k_bskh, v_bskh: keys and values, s = t, n a multiple of k.
+    k_bskh, v_bskh: keys and values, s = t unless `first` is given, n a multiple of k.
     q_segments_bt, kv_segments_bs: int32 segment of each position; segments are contiguous.
     kernel: name of a kernel in KERNELS.
     soft_cap: c > 0 turns scores x into c tanh(x / c), before bias and mask.
     bias_nd: added to the scores of head n at distance d = i - j. At least s distances.
+    first: index of the first query among the keys (int32 scalar), where the queries are a part of the row: with a KV
+      cache. For kernel "dot", and a length that is not sharded.
 
   Returns:
     out_btnh in the type of q. Under a mesh it is sharded as q: over batch, length and heads; keys and values are
@@ -38,7 +40,7 @@ def attend(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, *, kernel, sof
   mesh = jax.sharding.get_abstract_mesh()
   local = functools.partial(KERNELS[kernel], soft_cap=soft_cap, on_cpu=on_cpu())
   if mesh.size <= 1:  # 0: no mesh at all
-    return local(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, bias_nd, first=0)
+    return local(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, bias_nd, first=0 if first is None else first)
 
   n, k = q_btnh.shape[2], k_bskh.shape[2]
   _, length_axes, head_axes, _ = mesh_axes("batch", "length", "act_heads", None)
@@ -52,15 +54,16 @@ def attend(q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, *, kernel, sof
     copies = next(c for c in range(1, n // k + 1) if k * c % shards == 0 and n % (k * c) == 0)
     k_bskh, v_bskh = jnp.repeat(k_bskh, copies, axis=2), jnp.repeat(v_bskh, copies, axis=2)
 
-  def on_shard(q_btnh, *others):
-    first = jax.lax.axis_index(length_axes) * q_btnh.shape[1] if q_btnh.shape[1] < others[0].shape[1] else 0
+  def on_shard(first, q_btnh, *others):
+    if first is None:
+      first = jax.lax.axis_index(length_axes) * q_btnh.shape[1] if q_btnh.shape[1] < others[0].shape[1] else 0
     return local(q_btnh, *others, first=first)
 
   queries, keys = spec("batch", "length", "act_heads", None), spec("batch", None, "act_kv_heads", None)
-  specs = (queries, keys, keys, spec("batch", "length"), spec("batch", None), spec("act_heads", None))
+  specs = (spec(), queries, keys, keys, spec("batch", "length"), spec("batch", None), spec("act_heads", None))
   # Pallas calls do not say over which axes their results vary, so that check is off.
   return jax.shard_map(on_shard, in_specs=specs, out_specs=queries, check_vma=False)(
-      q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, bias_nd)
+      first, q_btnh, k_bskh, v_bskh, q_segments_bt, kv_segments_bs, bias_nd)
 
 
 def bias_matrix(bias_nd, t, s, first):

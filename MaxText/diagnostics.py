@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking into a run: a profiler window and stack traces."""
+"""Looking into a run: a profiler window, stack traces, errors of memory in plain words."""
 
 import contextlib
 import faulthandler
@@ -53,6 +53,17 @@ def stack_traces(cfg):
     # thread is a daemon and knows only how to send SIGUSR1: being deaf to that is enough.
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def memory_errors_explained(hint):
+  """Turns XLA's out-of-memory error, of compiling or of running, into DoesNotFit with `hint` before XLA's own words."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    raise errors.DoesNotFit(f"{hint} XLA: {str(error).splitlines()[0]}") from error
 
 
 class Profiler:

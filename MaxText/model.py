@@ -20,7 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from MaxText import attention
-from MaxText.sharding import on_cpu, shard, stacked, weight
+from MaxText.sharding import on_cpu, placed, shard, stacked, weight
 
 ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
@@ -118,9 +118,25 @@ class Norm(nnx.Module):
     return y.astype(x.dtype)
 
 
-def rope_angles(cfg, positions_bt):
-  """Cosine and sine [b, t, 1, head_dim / 2] of the rotary angles (Su et al. 2021, section 3.4.2)."""
+def rope_frequencies(cfg):
+  """Radians per position [head_dim / 2] of the rotary angles (Su et al. 2021, section 3.4.2), scaled by rope_scaling.
+
+  "llama3" is the scaling of Llama 3.1: by wavelength, with a linear blend between the two limits.
+  """
   frequency_h = cfg.rope_max_timescale ** -(np.arange(0, cfg.head_dim, 2) / cfg.head_dim)
+  if cfg.rope_scaling == "linear":
+    frequency_h /= cfg.rope_scaling_factor
+  elif cfg.rope_scaling == "llama3":
+    low, high = cfg.rope_scaling_low_frequency_factor, cfg.rope_scaling_high_frequency_factor
+    turns_h = cfg.rope_scaling_original_length * frequency_h / (2 * math.pi)
+    kept_h = np.clip((turns_h - low) / (high - low), 0.0, 1.0)
+    frequency_h *= kept_h + (1.0 - kept_h) / cfg.rope_scaling_factor
+  return frequency_h
+
+
+def rope_angles(cfg, positions_bt):
+  """Cosine and sine [b, t, 1, head_dim / 2] of the rotary angles."""
+  frequency_h = rope_frequencies(cfg)
   angle_bth = positions_bt[:, :, None].astype(jnp.float32) * frequency_h.astype(np.float32)
   return jnp.cos(angle_bth)[:, :, None, :], jnp.sin(angle_bth)[:, :, None, :]
 
@@ -180,7 +196,8 @@ class Attention(nnx.Module):
     if cfg.query_scaling == "per_dim":
       self.scale_h = make((H,), ("head_dim",), constant_init(0.0))
 
-  def __call__(self, x_bte, segments_bt, angles, bias_nd):
+  def __call__(self, x_bte, segments_bt, angles, bias_nd, cache=None, layer=None):
+    """Attention output [b, t, e], and `cache` with the keys and values of this `layer` appended."""
     cfg = self.cfg
     q_btnh = einsum("bte,enh->btnh", x_bte, self.wq_enh)
     k_btkh = einsum("bte,ekh->btkh", x_bte, self.wk_ekh)
@@ -201,13 +218,17 @@ class Attention(nnx.Module):
     q_btnh = checkpoint_name(shard(q_btnh, "batch", "length", "act_heads", None), "query")
     k_btkh = checkpoint_name(shard(k_btkh, "batch", "length", "act_kv_heads", None), "key")
     v_btkh = checkpoint_name(shard(v_btkh, "batch", "length", "act_kv_heads", None), "value")
-    out_btnh = attention.attend(q_btnh, k_btkh, v_btkh, segments_bt, segments_bt, kernel=cfg.attention,
-                                soft_cap=cfg.attn_logits_soft_cap, bias_nd=bias_nd)
+    attend = functools.partial(attention.attend, soft_cap=cfg.attn_logits_soft_cap, bias_nd=bias_nd)
+    if cache is None:
+      out_btnh = attend(q_btnh, k_btkh, v_btkh, segments_bt, segments_bt, kernel=cfg.attention)
+    else:
+      cache, k_bskh, v_bskh = append(cache, layer, k_btkh, v_btkh)
+      out_btnh = attend(q_btnh, k_bskh, v_bskh, segments_bt, cache["segments_bs"], kernel="dot", first=cache["length"])
     out_btnh = checkpoint_name(out_btnh, "context")
     y_bte = einsum("btnh,nhe->bte", out_btnh, self.wo_nhe)
     if cfg.attention_bias == "all":
       y_bte += self.bo_e[...].astype(x_bte.dtype)
-    return checkpoint_name(shard(y_bte, "batch", "length", "act_embed"), "out_proj")
+    return checkpoint_name(shard(y_bte, "batch", "length", "act_embed"), "out_proj"), cache
 
 
 class Mlp(nnx.Module):
@@ -257,14 +278,14 @@ class Block(nnx.Module):
       self.mlp_norm = Norm(cfg, rngs, cfg.normalization, cfg.emb_dim)
     self.mlp = Mlp(cfg, rngs)
 
-  def __call__(self, x_bte, segments_bt, angles, bias_nd, dropout_key):
+  def __call__(self, x_bte, segments_bt, angles, bias_nd, dropout_key, cache=None, layer=None):
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     y_bte = self.attention_norm(x_bte)
-    attended_bte = dropout(self.attention(y_bte, segments_bt, angles, bias_nd), self.cfg.dropout_rate, keys[0])
+    attended_bte, cache = self.attention(y_bte, segments_bt, angles, bias_nd, cache, layer)
+    x_bte += dropout(attended_bte, self.cfg.dropout_rate, keys[0])
     if self.cfg.block_layout == "sequential":
-      x_bte += attended_bte
-      return x_bte + dropout(self.mlp(self.mlp_norm(x_bte)), self.cfg.dropout_rate, keys[1])
-    return x_bte + attended_bte + dropout(self.mlp(y_bte), self.cfg.dropout_rate, keys[1])
+      y_bte = self.mlp_norm(x_bte)
+    return x_bte + dropout(self.mlp(y_bte), self.cfg.dropout_rate, keys[1]), cache
 
 
 class Transformer(nnx.Module):
@@ -306,14 +327,18 @@ class Transformer(nnx.Module):
       x_bte += sinusoid(positions_bt, cfg.emb_dim).astype(dtype)
     return shard(x_bte, "batch", "length", "act_embed")
 
-  def __call__(self, tokens_bt, positions_bt, segments_bt, dropout_key=None):
-    """Hidden states [b, t, e] after the final norm, and statistics of the layers' outputs.
+  def __call__(self, tokens_bt, positions_bt, segments_bt, dropout_key=None, cache=None):
+    """Hidden states [b, t, e] after the final norm, and statistics of the layers' outputs, or with a cache its next.
 
     Args:
       tokens_bt, positions_bt, segments_bt: int32. Attention stays within a segment; segment 0 is padding.
       dropout_key: None turns dropout off.
+      cache: of empty_cache(), holding the tokens before these; these are appended to it, and see both.
     """
     cfg = self.cfg
+    if cache is not None:
+      segments_bs = jax.lax.dynamic_update_slice(cache["segments_bs"], segments_bt, (0, cache["length"]))
+      cache = cache | {"segments_bs": segments_bs}
     keys = None
     if dropout_key is not None and cfg.enable_dropout and (cfg.dropout_rate or cfg.input_dropout_rate):
       dropout_key, *_ = keys = jax.random.split(dropout_key, 1 + cfg.num_decoder_layers)
@@ -328,13 +353,19 @@ class Transformer(nnx.Module):
 
     graph, layers = nnx.split(self.layers)
 
-    def layer(x_bte, weights_and_key):
-      weights, key = weights_and_key
-      x_bte = nnx.merge(graph, weights)(x_bte, segments_bt, angles, bias_nd, key)
-      return shard(x_bte, "batch", "length", "act_embed"), statistics(x_bte) if cfg.record_internal_nn_metrics else None
+    def layer(carry, weights_key_number):
+      x_bte, cache = carry
+      weights, key, number = weights_key_number
+      x_bte, cache = nnx.merge(graph, weights)(x_bte, segments_bt, angles, bias_nd, key, cache, number)
+      stats = statistics(x_bte) if cfg.record_internal_nn_metrics else None
+      return (shard(x_bte, "batch", "length", "act_embed"), cache), stats
 
     unroll = 1 if cfg.scan_layers else cfg.num_decoder_layers
-    x_bte, stats = jax.lax.scan(remat(cfg, layer), x_bte, (nnx.to_pure_dict(layers), keys), unroll=unroll)
+    numbers = None if cache is None else jnp.arange(cfg.num_decoder_layers)
+    (x_bte, cache), stats = jax.lax.scan(
+        remat(cfg, layer), (x_bte, cache), (nnx.to_pure_dict(layers), keys, numbers), unroll=unroll)
+    if cache is not None:
+      return self.final_norm(x_bte), cache | {"length": cache["length"] + tokens_bt.shape[1]}
     return self.final_norm(x_bte), stats or {}
 
   def head(self):
@@ -347,6 +378,35 @@ class Transformer(nnx.Module):
     """Float32 logits [b, t, v]."""
     head = self.head()
     return finish_logits(self.cfg, raw_logits(head, hidden_bte), head.get("b_v"))
+
+
+def empty_cache(cfg, rows, length):
+  """A KV cache for `rows` texts of at most `length` tokens, padding included, in `dtype`; sharded like the model.
+
+  {"k_lbksh", "v_lbksh": [layers, rows, key/value heads, length, head_dim], "segments_bs": 0 where nothing is yet,
+  "length": slots filled, the same in all rows}. Shorter texts are padded in front, so that all grow at the same slot.
+  """
+  shape = (cfg.num_decoder_layers, rows, cfg.num_kv_heads, length, cfg.head_dim)
+
+  def zeros():
+    return shard(jnp.zeros(shape, cfg.dtype), "layers", "batch", "act_kv_heads", None, None)
+
+  segments_bs = shard(jnp.zeros((rows, length), jnp.int32), "batch", None)
+  return {"k_lbksh": zeros(), "v_lbksh": zeros(), "segments_bs": segments_bs, "length": jnp.int32(0)}
+
+
+def append(cache, layer, k_btkh, v_btkh):
+  """`cache` with the next keys and values of one layer, and all that layer has then: k_bskh, v_bskh.
+
+  Heads stand before positions in the cache, as matrix products want them.
+  """
+  found = []
+  for name, x_btkh in (("k_lbksh", k_btkh), ("v_lbksh", v_btkh)):
+    new_lbkth = x_btkh.swapaxes(1, 2)[None].astype(cache[name].dtype)
+    all_lbksh = jax.lax.dynamic_update_slice(cache[name], new_lbkth, (layer, 0, 0, cache["length"], 0))
+    cache = cache | {name: all_lbksh}
+    found.append(jax.lax.dynamic_index_in_dim(all_lbksh, layer, keepdims=False).swapaxes(1, 2))
+  return cache, *found
 
 
 def remat(cfg, layer):
@@ -480,6 +540,12 @@ def in_pieces(cfg, function, *arrays):
 def initialize(cfg, key):
   """Random parameters as a nested dict of arrays."""
   return nnx.to_pure_dict(nnx.state(Transformer(cfg, nnx.Rngs(params=key)), nnx.Param))
+
+
+def abstract_parameters(cfg, mesh):
+  """(graph, parameters): as abstract(), the shapes with the parameters' shardings on `mesh`. Raises ConfigError."""
+  graph, shapes, axes = abstract(cfg)
+  return graph, placed(mesh, shapes, axes)
 
 
 def abstract(cfg):

@@ -4,16 +4,45 @@
 import contextlib
 import contextvars
 import math
+import os
+import sys
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from MaxText import errors, pyconfig
 from MaxText.pyconfig import MESH_AXES
 
 _RULES = contextvars.ContextVar("logical axis rules")
+
+
+def start(cfg, log=sys.stdout):
+  """(cfg resolved on the devices found, mesh): sets jax up as `cfg` says; process 0 writes what was decided to `log`.
+
+  Raises ConfigError when cfg does not fit the devices, or the platform asked for is not there.
+  """
+  if cfg.jax_cache_dir:
+    jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+  jax.config.update("jax_default_matmul_precision", cfg.matmul_precision)
+  devices = find_devices()
+  cfg = pyconfig.resolve(cfg, devices)
+  if jax.process_index() == 0:
+    print("\n".join(pyconfig.describe(cfg)), file=log, flush=True)
+  return cfg, make_mesh(cfg, devices)
+
+
+def find_devices():
+  """jax.devices(). Raises ConfigError when the platform asked for is not there."""
+  try:
+    return jax.devices()
+  except RuntimeError as error:
+    platforms, reason = os.environ.get("JAX_PLATFORMS", ""), str(error).splitlines()[0]
+    raise errors.ConfigError(
+        f"JAX_PLATFORMS={platforms} finds no device: JAX_PLATFORMS=cpu runs anywhere. jax says: {reason}") from error
 
 
 def make_mesh(cfg, devices):
@@ -59,6 +88,24 @@ def mesh_axes(*axes):
 def spec(*axes):
   """PartitionSpec of an array with these logical axes. Raises KeyError on an unknown name."""
   return PartitionSpec(*(part or None for part in mesh_axes(*axes)))
+
+
+def placed(mesh, shapes, axes):
+  """`shapes`, a tree of jax.ShapeDtypeStruct, with the shardings on `mesh` of their logical `axes`.
+
+  Raises ConfigError naming a parameter with a dimension that its mesh axes do not divide.
+  """
+
+  def place(path, shape, axes):
+    for size, name, along in zip(shape.shape, axes, mesh_axes(*axes), strict=True):
+      if size % math.prod(mesh.shape[axis] for axis in along):
+        devices = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in along)
+        raise errors.ConfigError(
+            f"parameter {jax.tree_util.keystr(path, simple=True, separator='/')} has {size} in dimension {name}, which "
+            f"the mesh axes {devices} do not divide. Change the mesh, the size or logical_axis_rules.")
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec(*axes)))
+
+  return jax.tree.map_with_path(place, shapes, axes)
 
 
 def shard(x, *axes):

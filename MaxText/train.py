@@ -101,31 +101,11 @@ def eval_step(cfg, graph, params, batch):
 
 def abstract_state(cfg, mesh):
   """(graph, state): the model's graph and the state's shapes, types and shardings, without allocating anything."""
-  graph, shapes, axes = model.abstract(cfg)
-  check_divisible(mesh, shapes, axes)
-
-  def with_sharding(shape, axes):
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, sharding.spec(*axes)))
-
-  params = jax.tree.map(with_sharding, shapes, axes)
+  graph, params = model.abstract_parameters(cfg, mesh)
   replicated = NamedSharding(mesh, PartitionSpec())
   scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
   opt_state = optax.ScaleByAdamState(count=scalar, mu=params, nu=params)
   return graph, {"params": params, "opt_state": opt_state, "step": scalar}
-
-
-def check_divisible(mesh, shapes, axes):
-  """Raises ConfigError naming a parameter with a dimension that its mesh axes do not divide."""
-
-  def check(path, shape, axes):
-    for size, name, mesh_axes in zip(shape.shape, axes, sharding.mesh_axes(*axes), strict=True):
-      if size % math.prod(mesh.shape[axis] for axis in mesh_axes):
-        devices = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in mesh_axes)
-        raise errors.ConfigError(
-            f"parameter {jax.tree_util.keystr(path, simple=True, separator='/')} has {size} in dimension {name}, which "
-            f"the mesh axes {devices} do not divide. Change the mesh, the size or logical_axis_rules.")
-
-  jax.tree.map_with_path(check, shapes, axes)
 
 
 def abstract_batch(cfg, mesh, rows):
@@ -352,27 +332,11 @@ class Run:
     return reached
 
 
-@contextlib.contextmanager
 def memory_errors_explained(cfg):
-  """Turns XLA's out-of-memory error, of compiling or of running, into DoesNotFit."""
-  try:
-    yield
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    raise errors.DoesNotFit(
-        f"per_device_batch_size={cfg.per_device_batch_size} remat_policy={cfg.remat_policy} run out of device memory: "
-        f"lower the first, set remat_policy=full, or use more devices. XLA: {str(error).splitlines()[0]}") from error
-
-
-def find_devices():
-  """jax.devices(). Raises ConfigError when the platform asked for is not there."""
-  try:
-    return jax.devices()
-  except RuntimeError as error:
-    platforms, reason = os.environ.get("JAX_PLATFORMS", ""), str(error).splitlines()[0]
-    raise errors.ConfigError(
-        f"JAX_PLATFORMS={platforms} finds no device: JAX_PLATFORMS=cpu runs anywhere. jax says: {reason}") from error
+  """diagnostics.memory_errors_explained with the keys that make a training run smaller."""
+  return diagnostics.memory_errors_explained(
+      f"per_device_batch_size={cfg.per_device_batch_size} remat_policy={cfg.remat_policy} run out of device memory: "
+      "lower the first, set remat_policy=full, or use more devices.")
 
 
 def main(cfg):
@@ -381,15 +345,7 @@ def main(cfg):
   if cfg.compile_topology:
     raise errors.ConfigError(f"compile_topology={cfg.compile_topology} is for compiling ahead of time. Leave it out: "
                              "training runs on the devices it finds.")
-  if cfg.jax_cache_dir:
-    jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-  jax.config.update("jax_default_matmul_precision", cfg.matmul_precision)
-  devices = find_devices()
-  cfg = pyconfig.resolve(cfg, devices)
-  if jax.process_index() == 0:
-    print("\n".join(pyconfig.describe(cfg)), flush=True)
-  mesh = sharding.make_mesh(cfg, devices)
+  cfg, mesh = sharding.start(cfg)
   with sharding.use(mesh, cfg.logical_axis_rules), diagnostics.stack_traces(cfg), memory_errors_explained(cfg):
     Run(cfg, mesh, signals).train()
 

@@ -94,7 +94,7 @@ def measure(cfg, steps, warmup):
     jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
   jax.config.update("jax_default_matmul_precision", cfg.matmul_precision)
   load_before = os.getloadavg()[0]
-  devices = train.find_devices()
+  devices = sharding.find_devices()
   cfg = pyconfig.resolve(cfg, devices)
   print("\n".join(pyconfig.describe(cfg)), flush=True)
   mesh = sharding.make_mesh(cfg, devices)

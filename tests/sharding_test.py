@@ -115,7 +115,7 @@ def test_a_dimension_that_its_mesh_axes_do_not_divide_is_named_with_a_way_out(al
   mesh, _ = all_switches
   shapes = {"layers": {"wx_em": jax.ShapeDtypeStruct((30, 7), jnp.float32)}}
   with pytest.raises(errors.ConfigError) as error:
-    train.check_divisible(mesh, shapes, {"layers": {"wx_em": ("embed", "mlp")}})
+    sharding.placed(mesh, shapes, {"layers": {"wx_em": ("embed", "mlp")}})
   assert str(error.value) == (
       "parameter layers/wx_em has 7 in dimension mlp, which the mesh axes tensor 2 do not divide. "
       "Change the mesh, the size or logical_axis_rules.")
