@@ -369,7 +369,11 @@ def load_parameters(path, abstract_params):
   one. abstract_params: pytree of jax.ShapeDtypeStruct with shardings. Raises CheckpointError when none is sound,
   ConfigError naming the first tensor whose name or shape differs.
   """
-  step = _sound_checkpoint(path, "load_parameters_path")
+  return read_parameters(sound_checkpoint(path, f"load_parameters_path={path}"), abstract_params)
+
+
+def read_parameters(step, abstract_params):
+  """load_parameters of one directory that sound_checkpoint() has found."""
   hint = "Give the config of that checkpoint's model."
   state, _ = _read(step, {"params": abstract_params}, hint, part="params/", cast=True)
   _say(f"loaded the parameters of {step}")
@@ -378,16 +382,19 @@ def load_parameters(path, abstract_params):
 
 def load_full_state(path, abstract_state):
   """(state, position) of another run's checkpoint; path and errors as in load_parameters, and types must agree too."""
-  step = _sound_checkpoint(path, "load_full_state_path")
+  step = sound_checkpoint(path, f"load_full_state_path={path}")
   loaded = _read(step, abstract_state, "Give the config of that run, or use load_parameters_path.")
   _say(f"loaded the full state of {step}")
   return loaded
 
 
-def _sound_checkpoint(path, key):
-  """The directory of the checkpoint meant by `path`. Only looks: a damaged one is passed over, not renamed."""
+def sound_checkpoint(path, what):
+  """The directory of the checkpoint meant by `path`, `what` in messages, as load_parameters takes it.
+
+  Only looks: a damaged one is passed over, not renamed. Raises CheckpointError.
+  """
   root, candidates, reasons = _path(path), [], []
-  with _one_line(errors.CheckpointError, f"{key}={path} cannot be read", LOAD_HINT):
+  with _one_line(errors.CheckpointError, f"{what} cannot be read", LOAD_HINT):
     for parent in (root / "checkpoints", root):
       steps = sorted(_steps(parent, _is_remote(path), sound=False), reverse=True)
       candidates = candidates or [parent / str(step) for step in steps]
@@ -401,7 +408,7 @@ def _sound_checkpoint(path, key):
       reasons.append(f"step {step.name}: {damage}")
       _warn(f"{step} is damaged ({damage}), passed over")
   why = f"holds no sound checkpoint ({reasons[0]})" if reasons else "holds no checkpoint"
-  raise errors.CheckpointError(f"{key}={path} {why}. {LOAD_HINT}")
+  raise errors.CheckpointError(f"{what} {why}. {LOAD_HINT}")
 
 
 def _read(step, abstract, hint, part="", cast=False):

@@ -105,6 +105,21 @@ def open(cfg, *, process_index=0, process_count=1):
                "data_order": ORDER}, summary, cfg.force_data_resume)
 
 
+def open_tokenizer(cfg):
+  """The tokenizer of the run that `cfg` reopens, or of load_parameters_path: of its own copy of its data, unless
+  tokenizer_type or tokenizer_path say another; None where nothing tells. Raises ConfigError, DataError."""
+  path = cfg.load_parameters_path.rstrip("/")
+  for run in (cfg.run_directory, path, os.path.dirname(path), os.path.dirname(os.path.dirname(path))):
+    manifest = epath.Path(run) / "data" / "manifest.json"
+    if run and manifest.exists():
+      corpus = Corpus.read(manifest.parent)
+      if all(corpus.manifest["request"][key] == getattr(cfg, key) for key in ("tokenizer_type", "tokenizer_path")):
+        return corpus.tokenizer
+  if cfg.tokenizer_path:
+    return tokenizer.load_given(cfg.tokenizer_path)
+  return tokenizer.Byte() if cfg.tokenizer_type == "byte" else None
+
+
 # --- Rows by index ---------------------------------------------------------------------------------------------------
 
 

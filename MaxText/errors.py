@@ -73,6 +73,9 @@ def as_exit_codes():
     code = error.exit_code
   except KeyboardInterrupt:
     code = 128 + signal.SIGINT
+  except BrokenPipeError:  # `... | head` has seen enough
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    code = 128 + signal.SIGPIPE
   except Exception:
     traceback.print_exc()
     code = 1

@@ -46,8 +46,9 @@ def ensure():
   sys.exit(2)
 
 
-def start(need_run_name=True):
-  """What every entry script does before it imports jax: ensure(), and the config of the command line.
+def start(**options):
+  """What every entry script does before it imports jax: ensure(), and the config of the command line: pyconfig.load()
+  with these options.
 
   A wrong command line ends the process here, with one line and exit code 2.
   """
@@ -62,7 +63,7 @@ def start(need_run_name=True):
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
   with errors.as_exit_codes():
-    cfg = pyconfig.load(sys.argv[1:], need_run_name=need_run_name)
+    cfg = pyconfig.load(sys.argv[1:], **options)
     topology.set_environment(cfg)
   return cfg
 

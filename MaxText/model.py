@@ -163,9 +163,9 @@ def sinusoid(positions_bt, size):
   return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
 
-def relative_buckets(cfg):
-  """Bucket of each distance 0 .. max_target_length - 1: exact for the near half, logarithmic beyond (T5)."""
-  distance = np.arange(cfg.max_target_length)
+def relative_buckets(cfg, count):
+  """Bucket of each distance 0 .. count - 1: exact for the near half, logarithmic beyond (T5)."""
+  distance = np.arange(count)
   exact = cfg.relative_bias_buckets // 2
   ratio = np.log(np.maximum(distance, 1) / exact) / np.log(cfg.relative_bias_max_distance / exact)
   far = exact + (ratio * (cfg.relative_bias_buckets - exact)).astype(np.int32)
@@ -349,7 +349,8 @@ class Transformer(nnx.Module):
     angles = rope_angles(cfg, positions_bt) if cfg.position_embedding.startswith("rope") else None
     bias_nd = None
     if cfg.position_embedding == "relative_bias":
-      bias_nd = self.relative_bias_dn[...].astype(jnp.float32)[relative_buckets(cfg)].T
+      count = tokens_bt.shape[1] if cache is None else cache["segments_bs"].shape[1]
+      bias_nd = self.relative_bias_dn[...].astype(jnp.float32)[relative_buckets(cfg, count)].T
 
     graph, layers = nnx.split(self.layers)
 
