@@ -270,7 +270,10 @@ class Decoder:
     def place(*axes):
       return NamedSharding(mesh, sharding.spec(*axes))
 
-    heads = place(None, "batch", "act_kv_heads", None, None)
+    head_axis = "act_kv_heads"
+    if cfg.num_kv_heads % math.prod(mesh.shape[axis] for axis in sharding.mesh_axes(head_axis)[0]):
+      head_axis = None  # fewer heads than devices along them: attention repeats them
+    heads = place(None, "batch", head_axis, None, None)
     whole, row, by_row = place(), place("batch"), place("batch", None)
     where = {"cache": {"k_lbksh": heads, "v_lbksh": heads, "segments_bs": by_row, "length": whole}, "step": whole,
              "token_b": row, "position_b": row, "seeds_b": row, "done_b": row, "lengths_b": whole, "tokens_bt": whole,

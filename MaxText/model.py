@@ -70,6 +70,21 @@ def _product_backward(spec, factors, dy):
 product.defvjp(lambda spec, x, w: (jnp.einsum(spec, x, w), (x, w)), _product_backward)
 
 
+# Activations whole over the embed dimension before a product with a weight and after one, each step spelled out. Left to
+# itself XLA's partitioner (jax 0.10 and 0.11) exchanges the batch between "data" and "fsdp" for the product, where both
+# and "tensor" are larger than 1 and tokens are few for the width, and forgets to exchange it back: wrong results.
+
+
+def gathered(x_bte):
+  """Input of a product; its gradient is scattered()."""
+  return shard(x_bte, "batch", "length", None)
+
+
+def scattered(y_bte):
+  """Output of a product that sums over a sharded dimension."""
+  return shard(shard(y_bte, "batch", "length", None), "batch", "length", "act_embed")
+
+
 def dense_init(cfg, fan_in, fan_out, scale=1.0):
   """Initializer of a matrix from fan_in to fan_out features: `weight_init`, times scale."""
 
@@ -228,7 +243,7 @@ class Attention(nnx.Module):
     y_bte = einsum("btnh,nhe->bte", out_btnh, self.wo_nhe)
     if cfg.attention_bias == "all":
       y_bte += self.bo_e[...].astype(x_bte.dtype)
-    return checkpoint_name(shard(y_bte, "batch", "length", "act_embed"), "out_proj"), cache
+    return checkpoint_name(scattered(y_bte), "out_proj"), cache
 
 
 class Mlp(nnx.Module):
@@ -264,7 +279,7 @@ class Mlp(nnx.Module):
     y_bte = einsum("btm,me->bte", hidden_btm, self.wd_me)
     if bias:
       y_bte += self.bd_e[...].astype(x_bte.dtype)
-    return checkpoint_name(shard(y_bte, "batch", "length", "act_embed"), "mlp_down")
+    return checkpoint_name(scattered(y_bte), "mlp_down")
 
 
 class Block(nnx.Module):
@@ -280,11 +295,11 @@ class Block(nnx.Module):
 
   def __call__(self, x_bte, segments_bt, angles, bias_nd, dropout_key, cache=None, layer=None):
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    y_bte = self.attention_norm(x_bte)
+    y_bte = gathered(self.attention_norm(x_bte))
     attended_bte, cache = self.attention(y_bte, segments_bt, angles, bias_nd, cache, layer)
     x_bte += dropout(attended_bte, self.cfg.dropout_rate, keys[0])
     if self.cfg.block_layout == "sequential":
-      y_bte = self.mlp_norm(x_bte)
+      y_bte = gathered(self.mlp_norm(x_bte))
     return x_bte + dropout(self.mlp(y_bte), self.cfg.dropout_rate, keys[1]), cache
 
 
@@ -382,18 +397,14 @@ class Transformer(nnx.Module):
 
 
 def empty_cache(cfg, rows, length):
-  """A KV cache for `rows` texts of at most `length` tokens, padding included, in `dtype`; sharded like the model.
+  """A KV cache for `rows` texts of at most `length` tokens, padding included, in `dtype`.
 
   {"k_lbksh", "v_lbksh": [layers, rows, key/value heads, length, head_dim], "segments_bs": 0 where nothing is yet,
   "length": slots filled, the same in all rows}. Shorter texts are padded in front, so that all grow at the same slot.
   """
   shape = (cfg.num_decoder_layers, rows, cfg.num_kv_heads, length, cfg.head_dim)
-
-  def zeros():
-    return shard(jnp.zeros(shape, cfg.dtype), "layers", "batch", "act_kv_heads", None, None)
-
-  segments_bs = shard(jnp.zeros((rows, length), jnp.int32), "batch", None)
-  return {"k_lbksh": zeros(), "v_lbksh": zeros(), "segments_bs": segments_bs, "length": jnp.int32(0)}
+  return {"k_lbksh": jnp.zeros(shape, cfg.dtype), "v_lbksh": jnp.zeros(shape, cfg.dtype),
+          "segments_bs": jnp.zeros((rows, length), jnp.int32), "length": jnp.int32(0)}
 
 
 def append(cache, layer, k_btkh, v_btkh):

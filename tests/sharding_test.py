@@ -206,6 +206,16 @@ def test_ten_steps_on_this_mesh_have_the_losses_of_one_device(layout, one_device
     assert len(x.addressable_shards) == 8
 
 
+@pytest.mark.parametrize("axes", [("data", "fsdp", "tensor"), ("data", "tensor", "expert")])
+def test_few_tokens_for_the_width_train_on_three_axes_as_on_one_device(axes):
+  """XLA's partitioner, left to itself, mixes up the rows of such a batch: model.scattered()."""
+  keys = MODEL | {"max_target_length": 4}
+  expected, state = losses(tiny(**keys), jax.devices()[:1], None)
+  cfg = tiny(devices=8, **(keys | {f"ici_{axis}_parallelism": 2 for axis in axes}))
+  found, _ = losses(cfg, jax.devices(), jax.device_get(state["params"]))
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_each_device_has_its_share_of_all_parameters_on_every_axis_of_the_embed_dimension(one_device):
   _, params = one_device
   total = sum(x.nbytes for x in jax.tree.leaves(params))
