@@ -70,9 +70,9 @@ def _product_backward(spec, factors, dy):
 product.defvjp(lambda spec, x, w: (jnp.einsum(spec, x, w), (x, w)), _product_backward)
 
 
-# Activations whole over the embed dimension before a product with a weight and after one, each step spelled out. Left to
-# itself XLA's partitioner (jax 0.10 and 0.11) exchanges the batch between "data" and "fsdp" for the product, where both
-# and "tensor" are larger than 1 and tokens are few for the width, and forgets to exchange it back: wrong results.
+# Activations whole over the embed dimension before a product with a weight and after one, each step spelled out. Left
+# to itself XLA's partitioner (jax 0.10 and 0.11) exchanges rows between "data" and "fsdp" for the product, where these
+# and "tensor" are larger than 1 and tokens few for the width, and forgets to exchange them back: wrong results.
 
 
 def gathered(x_bte):
