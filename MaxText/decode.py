@@ -32,7 +32,9 @@ from jax.sharding import NamedSharding
 from MaxText import checkpoint, data, diagnostics, errors, model, sharding, tokenizer
 
 CHUNK = 64  # tokens that one call of prefill appends: prompts of any length run the same compiled step
-STEPS = 8  # tokens between two looks at what has been decoded
+FIRST_LOOK = 8  # tokens until what has been decoded is looked at, and then as many as take so long:
+LOOK_SECONDS = {"watched": 0.05, "not watched": 0.5}
+UNSTACK_BYTES = 1 << 30
 NO_PIECE = -1e30
 
 
@@ -92,10 +94,10 @@ def compute_type(cfg, path, shape):
 # --- On device: pure functions of (params, state) --------------------------------------------------------------------
 
 
-def extend(cfg, graph, params, cache, tokens_bt, positions_bt, segments_bt):
+def extend(cfg, graph, params, cache, tokens_bt, positions_bt, segments_bt, unstacked=None):
   """(float32 logits [b, v] after the last token, cache with these tokens appended)."""
   transformer = nnx.merge(graph, params)
-  hidden_bte, cache = transformer(tokens_bt, positions_bt, segments_bt, cache=cache)
+  hidden_bte, cache = transformer(tokens_bt, positions_bt, segments_bt, cache=cache, unstacked=unstacked)
   logits_btv = transformer.logits(hidden_bte[:, -1:])
   return sharding.shard(logits_btv[:, 0], "batch", None), cache
 
@@ -146,10 +148,14 @@ def choose(cfg, pieces, eos, width, cache, logits_bv, positions_b, seeds_b, done
 
 def advance(cfg, graph, pieces, eos, params, state, stop):
   """The state after `stop` new tokens, or fewer when every row is done: each step feeds the last token of each row."""
+  small = sum(x.nbytes for x in jax.tree.leaves(params["layers"])) <= UNSTACK_BYTES
+  # Once for all steps of this call. On CPU half the time of a step of a small model goes into such copies otherwise.
+  unstacked = model.unstack(params) if small and sharding.on_cpu() else None
 
   def step(state):
     token_b1, position_b1 = state["token_b"][:, None], state["position_b"][:, None]
-    logits_bv, cache = extend(cfg, graph, params, state["cache"], token_b1, position_b1, jnp.ones_like(token_b1))
+    logits_bv, cache = extend(cfg, graph, params, state["cache"], token_b1, position_b1, jnp.ones_like(token_b1),
+                              unstacked)
     token_b, logprob_b = sample(cfg, pieces, logits_bv, state["seeds_b"], state["step"])
     at = (0, state["step"])
     return state | {
@@ -194,7 +200,7 @@ class Decoder:
       prompts: arrays of token ids, BOS included, none of them empty.
       max_predict_length: most new tokens; None takes that of the config.
       seeds: an int for each prompt: with decode_seed it decides what is drawn, whatever else is in the batch.
-      watch: called with (index of a prompt, its new tokens so far) every STEPS tokens, and at its end.
+      watch: called with (index of a prompt, its new tokens so far) from time to time, and at its end.
 
     Raises ConfigError when a prompt and its new tokens together are longer than max_target_length.
     """
@@ -242,15 +248,17 @@ class Decoder:
       self.seconds["prefill"] += time.perf_counter() - clock
       self.counts["prefill"] += sum(map(len, prompts))
 
-      clock, finished = time.perf_counter(), most == 1
+      clock, finished, look_steps = time.perf_counter(), most == 1, FIRST_LOOK
       while not finished:
         for row in range(count if watch else 0):
           watch(row, tokens[row, :lengths[row]])
-        before, stop = step, min(step + STEPS, most)
+        before, stop = step, min(step + look_steps, most)
         state = steps["advance"](params, state, np.int32(stop))
         step, lengths, tokens, logprobs = look(state)
         finished = step < stop or step == most
         self.counts["steps"] += int(step - before)
+        look_seconds = LOOK_SECONDS["watched" if watch else "not watched"]
+        look_steps = max(1, int(look_seconds * (step - 1) / (time.perf_counter() - clock)))
       self.seconds["decode"] += time.perf_counter() - clock
       self.counts["decode"] += int(lengths[:count].sum()) - count
     for row in range(count if watch else 0):
@@ -275,7 +283,7 @@ class Decoder:
       head_axis = None  # fewer heads than devices along them: attention repeats them
     heads = place(None, "batch", head_axis, None, None)
     whole, row, by_row = place(), place("batch"), place("batch", None)
-    where = {"cache": {"k_lbksh": heads, "v_lbksh": heads, "segments_bs": by_row, "length": whole}, "step": whole,
+    where = {"cache": {"k_lbkhs": heads, "v_lbksh": heads, "segments_bs": by_row, "length": whole}, "step": whole,
              "token_b": row, "position_b": row, "seeds_b": row, "done_b": row, "lengths_b": whole, "tokens_bt": whole,
              "logprobs_bt": whole}
     params_where = jax.tree.map(lambda x: x.sharding, params)

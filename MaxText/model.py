@@ -342,13 +342,14 @@ class Transformer(nnx.Module):
       x_bte += sinusoid(positions_bt, cfg.emb_dim).astype(dtype)
     return shard(x_bte, "batch", "length", "act_embed")
 
-  def __call__(self, tokens_bt, positions_bt, segments_bt, dropout_key=None, cache=None):
+  def __call__(self, tokens_bt, positions_bt, segments_bt, dropout_key=None, cache=None, unstacked=None):
     """Hidden states [b, t, e] after the final norm, and statistics of the layers' outputs, or with a cache its next.
 
     Args:
       tokens_bt, positions_bt, segments_bt: int32. Attention stays within a segment; segment 0 is padding.
       dropout_key: None turns dropout off.
       cache: of empty_cache(), holding the tokens before these; these are appended to it, and see both.
+      unstacked: with a cache, the layers' weights as unstack() gives them, to be used instead of the stacked ones.
     """
     cfg = self.cfg
     if cache is not None:
@@ -376,6 +377,10 @@ class Transformer(nnx.Module):
       stats = statistics(x_bte) if cfg.record_internal_nn_metrics else None
       return (shard(x_bte, "batch", "length", "act_embed"), cache), stats
 
+    if unstacked is not None:
+      for number, weights in enumerate(unstacked):
+        (x_bte, cache), _ = layer((x_bte, cache), (weights, None, number))
+      return self.final_norm(x_bte), cache | {"length": cache["length"] + tokens_bt.shape[1]}
     unroll = 1 if cfg.scan_layers else cfg.num_decoder_layers
     numbers = None if cache is None else jnp.arange(cfg.num_decoder_layers)
     (x_bte, cache), stats = jax.lax.scan(
@@ -399,26 +404,31 @@ class Transformer(nnx.Module):
 def empty_cache(cfg, rows, length):
   """A KV cache for `rows` texts of at most `length` tokens, padding included, in `dtype`.
 
-  {"k_lbksh", "v_lbksh": [layers, rows, key/value heads, length, head_dim], "segments_bs": 0 where nothing is yet,
+  {"k_lbkhs": [layers, rows, key/value heads, head_dim, length], "v_lbksh", "segments_bs": 0 where nothing is yet,
   "length": slots filled, the same in all rows}. Shorter texts are padded in front, so that all grow at the same slot.
+  Dimensions are in the order that the products of one query with all keys and values take without a copy.
   """
-  shape = (cfg.num_decoder_layers, rows, cfg.num_kv_heads, length, cfg.head_dim)
-  return {"k_lbksh": jnp.zeros(shape, cfg.dtype), "v_lbksh": jnp.zeros(shape, cfg.dtype),
+  L, K, H = cfg.num_decoder_layers, cfg.num_kv_heads, cfg.head_dim
+  return {"k_lbkhs": jnp.zeros((L, rows, K, H, length), cfg.dtype),
+          "v_lbksh": jnp.zeros((L, rows, K, length, H), cfg.dtype),
           "segments_bs": jnp.zeros((rows, length), jnp.int32), "length": jnp.int32(0)}
 
 
-def append(cache, layer, k_btkh, v_btkh):
-  """`cache` with the next keys and values of one layer, and all that layer has then: k_bskh, v_bskh.
+def unstack(params):
+  """A list of the weights of each layer. On CPU those that are a part of a stack would be copied for each use."""
+  count = jax.tree.leaves(params["layers"])[0].shape[0]
+  return [jax.tree.map(lambda w, layer=layer: w[layer], params["layers"]) for layer in range(count)]
 
-  Heads stand before positions in the cache, as matrix products want them.
-  """
-  found = []
-  for name, x_btkh in (("k_lbksh", k_btkh), ("v_lbksh", v_btkh)):
-    new_lbkth = x_btkh.swapaxes(1, 2)[None].astype(cache[name].dtype)
-    all_lbksh = jax.lax.dynamic_update_slice(cache[name], new_lbkth, (layer, 0, 0, cache["length"], 0))
-    cache = cache | {name: all_lbksh}
-    found.append(jax.lax.dynamic_index_in_dim(all_lbksh, layer, keepdims=False).swapaxes(1, 2))
-  return cache, *found
+
+def append(cache, layer, k_btkh, v_btkh):
+  """`cache` with the next keys and values of one layer, and all that layer has then: k_bskh, v_bskh."""
+  at = cache["length"]
+  k_lbkht = k_btkh.transpose(0, 2, 3, 1)[None].astype(cache["k_lbkhs"].dtype)
+  v_lbkth = v_btkh.swapaxes(1, 2)[None].astype(cache["v_lbksh"].dtype)
+  k_lbkhs = jax.lax.dynamic_update_slice(cache["k_lbkhs"], k_lbkht, (layer, 0, 0, 0, at))
+  v_lbksh = jax.lax.dynamic_update_slice(cache["v_lbksh"], v_lbkth, (layer, 0, 0, at, 0))
+  k_bskh, v_bskh = k_lbkhs[layer].transpose(0, 3, 1, 2), v_lbksh[layer].swapaxes(1, 2)
+  return cache | {"k_lbkhs": k_lbkhs, "v_lbksh": v_lbksh}, k_bskh, v_bskh
 
 
 def remat(cfg, layer):
