@@ -129,6 +129,7 @@ CHOICES = {
     "weight_init": ("fan_in", "xavier", "normal"),
 }
 
+EVAL_KINDS = ("perplexity", "lambada", "boolq", "choice", "lm_eval")
 _BELOW_ONE = 0.9999999999
 _PARALLELISM = {f"{net}_{axis}_parallelism": (1, 1_000_000, -1) for net in ("ici", "dcn") for axis in MESH_AXES}
 # Lowest and highest value of every number, and one more that is allowed.
@@ -777,6 +778,14 @@ def validate_together(v):
   # Decode and evals.
   need(not v["prompt_file"] or "://" in v["prompt_file"] or os.path.isfile(v["prompt_file"]),
        f"{these('prompt_file')} is no file (seen from {show(os.getcwd())}). Check the path.")
+
+  for task in v["eval_tasks"]:
+    kind, _, path = task.partition(":")
+    need(kind in EVAL_KINDS, f"eval_tasks={show(task)} must begin with one of {', '.join(EVAL_KINDS)}, then :path."
+         f"{nearest(kind, EVAL_KINDS)}")
+    need(path or kind == "perplexity", f"eval_tasks={show(task)} needs a path: {kind}:file.jsonl.")
+    need(kind == "lm_eval" or "://" in path or not path or any(glob.iglob(os.path.expanduser(path))),
+         f"eval_tasks={show(task)}: the file does not exist (seen from {show(os.getcwd())}). Check the path.")
 
   # Mesh.
   for net in ("ici", "dcn"):
