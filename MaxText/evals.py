@@ -47,6 +47,10 @@ class Request(NamedTuple):
   target: np.ndarray
 
 
+class Interrupted(Exception):
+  """stop() of Scorer has said so."""
+
+
 class Score(NamedTuple):
   """Natural log-probability of the target after its context, and whether each of its tokens was the likeliest."""
 
@@ -83,7 +87,8 @@ class Scorer:
   last one alone (answers of one token to one question) are one row.
   """
 
-  def __init__(self, cfg, mesh, graph):
+  def __init__(self, cfg, mesh, graph, stop=lambda: False):
+    self.stop = stop  # asked before each batch; true raises Interrupted
     self.cfg = cfg.replace(logical_axis_rules=[["length", []]])  # rows are short, and of many lengths
     self.mesh = mesh
     with sharding.use(mesh, self.cfg.logical_axis_rules):
@@ -128,6 +133,8 @@ class Scorer:
       group = sorted(group, key=slots)
       count = self.batch_rows(length)
       for first in range(0, len(group), count):
+        if self.stop():
+          raise Interrupted
         part = group[first:first + count]
         self._score_rows(params, length, count, part, slots(part[-1]), scores)
     return scores, cut
@@ -162,6 +169,8 @@ class Scorer:
     with (sharding.use(self.mesh, self.cfg.logical_axis_rules),
           data.batches(dataset, 0, self.cfg.eval_batch_size, self.by_row) as batches):
       for batch in batches:
+        if self.stop():
+          raise Interrupted
         sums.update({name: float(x) for name, x in jax.device_get(self.loss_step(params, batch)).items()})
     return sums
 
@@ -309,10 +318,11 @@ def perplexity(cfg, words, path):
 TASKS = {"perplexity": perplexity, "lambada": lambada, "boolq": boolq, "choice": choice}
 
 
-def open_tasks(cfg, mesh, graph, words):
+def open_tasks(cfg, mesh, graph, words, stop=lambda: False):
   """evaluate(params) -> {"kind/file/metric": value} of the tasks in eval_tasks, whose files are read and checked now.
 
-  cfg: resolved. graph: of model.abstract(). Raises ConfigError, DataError.
+  cfg: resolved. graph: of model.abstract(). stop: asked before each batch; when it is true, evaluate gives None.
+  Raises ConfigError, DataError.
   """
   if words is None:
     raise errors.ConfigError(f"eval_tasks={','.join(cfg.eval_tasks)} need a tokenizer, and dataset_type="
@@ -323,11 +333,14 @@ def open_tasks(cfg, mesh, graph, words):
     if kind not in TASKS:
       raise errors.ConfigError(f"eval_tasks={entry} runs in evals.py only. Leave it out here.")
     tasks[name_of(entry)] = TASKS[kind](cfg, words, os.path.expanduser(path))
-  scorer = Scorer(cfg, mesh, graph)
+  scorer = Scorer(cfg, mesh, graph, stop)
 
   def evaluate(params):
-    return {f"{name}/{metric}": float(value) for name, task in tasks.items()
-            for metric, value in task(scorer, params).items()}
+    try:
+      return {f"{name}/{metric}": float(value) for name, task in tasks.items()
+              for metric, value in task(scorer, params).items()}
+    except Interrupted:
+      return None
 
   return evaluate
 

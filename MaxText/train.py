@@ -228,6 +228,7 @@ class Run:
       self.train_step = compiling.result()
     # Behind the train step, and needed only after many of them.
     self.eval_step = in_thread(self.compile, lower_eval_step) if cfg.eval_interval != -1 and self.data.eval else None
+    self.tasks = None  # parameters -> {name: value} of eval_tasks, or None when a signal cut it short
     self.num_parameters = sum(x.size for x in jax.tree.leaves(self.state["params"]))
     self.say(f"parameters: {self.num_parameters:,}")
     if cfg.log_parameter_table:
@@ -269,7 +270,7 @@ class Run:
       self.signals.in_loop = True
       self.last_end = time.perf_counter()
       finished = self.done >= cfg.steps
-      if self.eval_owed and self.eval_step:
+      if self.eval_owed and (self.eval_step or self.tasks):
         with ledger.measure("eval"):
           finished = self.evaluate(where) or finished
       while not finished and not self.signals.received:
@@ -280,7 +281,8 @@ class Run:
           self.done += 1
           self.pending.append((self.done, step_metrics))
           finished = self.done == cfg.steps
-          self.eval_owed = bool(self.eval_step and (finished or self.done % cfg.eval_interval == 0))
+          evaluates = (self.eval_step or self.tasks) and cfg.eval_interval != -1
+          self.eval_owed = bool(evaluates and (finished or self.done % cfg.eval_interval == 0))
           save_due = self.done % cfg.checkpoint_period == 0 or finished and cfg.save_checkpoint_on_completion
           self.report(0 if self.eval_owed or save_due or finished or self.signals.received else self.in_flight)
         if self.eval_owed:
@@ -315,18 +317,25 @@ class Run:
 
   def evaluate(self, where):
     """One evaluation; True when it reached target_eval_loss. One that a signal cuts short is owed by the next start."""
-    cfg, sums = self.cfg, []
-    with self.ledger.measure("compile"):
-      eval_step = self.eval_step.result()
-    with data.batches(self.data.eval, 0, cfg.eval_batch_size, where, prefetch=cfg.prefetch_batches) as batches:
-      for batch in batches:
-        sums.append(jax.device_get(eval_step(self.state["params"], batch)))
-        if self.signals.received:
-          return False
+    cfg, sums, values, reached = self.cfg, [], {}, False
+    if self.eval_step:
+      with self.ledger.measure("compile"):
+        eval_step = self.eval_step.result()
+      with data.batches(self.data.eval, 0, cfg.eval_batch_size, where, prefetch=cfg.prefetch_batches) as batches:
+        for batch in batches:
+          sums.append(jax.device_get(eval_step(self.state["params"], batch)))
+          if self.signals.received:
+            return False
+      nll, correct, weights = (sum(float(s[name]) for s in sums) for name in ("nll", "correct", "weights"))
+      values = {"loss": nll / weights, "accuracy": correct / weights, "total_weights": weights}
+      reached = nll / weights <= cfg.target_eval_loss
+    if self.tasks:
+      found = self.tasks(self.state["params"])
+      if found is None:
+        return False
+      values |= {f"eval/{name}": value for name, value in found.items()}
     self.eval_owed = False
-    nll, correct, weights = (sum(float(s[name]) for s in sums) for name in ("nll", "correct", "weights"))
-    self.recorder.eval(self.done, {"loss": nll / weights, "accuracy": correct / weights, "total_weights": weights})
-    reached = nll / weights <= cfg.target_eval_loss
+    self.recorder.eval(self.done, values)
     if reached:
       self.recorder.note(f"eval loss {nll / weights:.4f} has reached target_eval_loss={cfg.target_eval_loss}: finished")
     return reached
@@ -347,7 +356,12 @@ def main(cfg):
                              "training runs on the devices it finds.")
   cfg, mesh = sharding.start(cfg)
   with sharding.use(mesh, cfg.logical_axis_rules), diagnostics.stack_traces(cfg), memory_errors_explained(cfg):
-    Run(cfg, mesh, signals).train()
+    run = Run(cfg, mesh, signals)
+    if cfg.eval_tasks:
+      from MaxText import evals
+
+      run.tasks = evals.open_tasks(cfg, mesh, model.abstract(cfg)[0], run.data.tokenizer, lambda: signals.received)
+    run.train()
 
 
 if __name__ == "__main__":
