@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token ids and back: bytes, a given SentencePiece model, or a BPE trained on the corpus, behind one interface.
+"""Text to token ids and back: bytes, a given tokenizer, or a BPE trained on the corpus, behind one interface.
 
 Every tokenizer has `kind` (its name in TOKENIZERS), `vocab_size`, `bos_id`, `eos_id` (-1: there is none), `pad_id`,
 `dtype` (the smallest unsigned type that holds an id), `fingerprint` (hex SHA-256) and
 
   encode(text) -> ids [n] of `dtype`                       encode_documents(texts) -> list of such arrays, fast
   decode(ids) -> str, ids that are no piece left out       save(path); load(kind, path) brings it back
+
+encode adds neither BOS nor EOS. What decode makes of some ids begins what it makes of these and more, but for U+FFFD,
+which stands for a character whose last bytes are still to come (with byte pieces, for the whole run of bytes it is in).
 """
 
 import collections
@@ -13,6 +16,7 @@ import contextlib
 import hashlib
 import io
 import itertools
+import json
 import os
 import re
 
@@ -52,6 +56,14 @@ GROUP_CHARS = 4_000_000
 # one once (2x the speed). Longer ones are cut: a word of megabytes would take seconds.
 WORD_CHARS = 1024
 WORD = re.compile(rf"{SPACE}| {{0,{WORD_CHARS}}}[^ {SPACE}]{{1,{WORD_CHARS}}}| {{1,{WORD_CHARS}}}")
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # what a folder is searched for
+# The tokens that begin and end a text, or fill, where no file beside a tokenizer.json names them.
+USUAL = {
+    "bos": ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>"),
+    "eos": ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|im_end|>"),
+    "pad": ("<pad>", "<|pad|>", "[PAD]"),
+}
 
 
 class Byte:
@@ -129,7 +141,46 @@ class Trained(SentencePiece):
     return [flat[_ranges(starts[word], lengths[word])] for word in (np.array(w, np.int64) for w in words)]
 
 
-TOKENIZERS = {tokenizer.kind: tokenizer for tokenizer in (Byte, SentencePiece, Trained)}
+class HuggingFace:
+  """A Hugging Face tokenizer as it is: its normalization decides what survives, its vocabulary which characters.
+
+  As in `transformers`, special tokens are found in text too: a document that spells "</s>" gets its id. Chat formats
+  need it, and scores that are to equal others'. It is the less safe way for training: clean text from strangers of them
+  first. Every other kind of tokenizer here reads such text as plain characters. Decoding leaves special tokens out.
+  """
+
+  kind = "huggingface"
+
+  def __init__(self, model):
+    """model: a line of JSON {"bos_id", "eos_id", "pad_id"}, and behind it the bytes of the tokenizer.json."""
+    import tokenizers
+
+    edges, _, text = model.partition(b"\n")
+    self.model = model
+    self.fingerprint = hashlib.sha256(model).hexdigest()
+    self.bos_id, self.eos_id, self.pad_id = (json.loads(edges)[name] for name in ("bos_id", "eos_id", "pad_id"))
+    self._tokenizer = tokenizers.Tokenizer.from_str(text.decode())
+    self._tokenizer.no_truncation()  # a tokenizer.json keeps the settings of whoever saved it
+    self._tokenizer.no_padding()
+    self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # there may be gaps
+    self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+  def encode(self, text):
+    return self.encode_documents([text])[0]
+
+  def encode_documents(self, texts):
+    encode = self._tokenizer.encode_batch_fast
+    return [np.array(encoding.ids, self.dtype)
+            for group in _groups(texts) for encoding in encode(group, add_special_tokens=False)]
+
+  def decode(self, ids):
+    return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+
+  def save(self, path):
+    path.write_bytes(self.model)
+
+
+TOKENIZERS = {tokenizer.kind: tokenizer for tokenizer in (Byte, SentencePiece, Trained, HuggingFace)}
 
 
 def load(kind, path):
@@ -138,15 +189,114 @@ def load(kind, path):
 
 
 def load_given(path):
-  """The SentencePiece model at `path` (str, local or gs://). Raises ConfigError."""
+  """The tokenizer at `path` (str, local or gs://). Raises ConfigError.
+
+  A SentencePiece model, a tokenizer.json, a GPT-2 vocab.json beside its merges.txt, or a folder that holds one of them.
+  BOS, EOS and padding of a Hugging Face tokenizer: as tokenizer_config.json or special_tokens_map.json beside it name
+  them (null: there is none), else the ids in generation_config.json or config.json, else the USUAL ones it has.
+  """
+  file = epath.Path(path)
   try:
-    model = epath.Path(path).read_bytes()
+    if file.is_dir():
+      file = next((file / name for name in FILES if (file / name).exists()), None)
+      if file is None:
+        raise ConfigError(f"tokenizer_path={path}: holds no {', '.join(FILES[:-1])} or {FILES[-1]}. Check the path.")
+    content = file.read_bytes()
+    if file.suffix == ".json":
+      return _load_json(file, content)
   except OSError as error:
-    raise ConfigError(f"tokenizer_path={path}: cannot be read ({error.strerror}). Check the path.") from error
+    reason = f"{getattr(error, 'filename', None) or file} cannot be read ({error.strerror})"
+    raise ConfigError(f"tokenizer_path={path}: {reason}. Check the path.") from error
   with contextlib.suppress(RuntimeError):
-    if model:
-      return SentencePiece(model)
-  raise ConfigError(f"tokenizer_path={path}: is no SentencePiece model. Give one, or leave it empty.")
+    if content:
+      return SentencePiece(content)
+  raise ConfigError(f"tokenizer_path={path}: {file.name} is no SentencePiece model. Give one, or a tokenizer.json,"
+                    " which Llama 3 has too, or leave it empty.")
+
+
+def _load_json(file, content):
+  """The HuggingFace of a tokenizer.json or vocab.json. Raises OSError, ConfigError."""
+  import tokenizers
+
+  try:
+    held = _parse(file, content)
+    if "model" in held and not isinstance(held["model"], int):  # a vocabulary may well have the word
+      tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    else:
+      tokenizer = _join_gpt2(file, held)
+      content = tokenizer.to_str().encode()
+    if not tokenizer.get_vocab_size():
+      raise ValueError("no tokens")
+  except (OSError, ConfigError):
+    raise
+  except Exception as error:  # noqa: BLE001, the library raises nothing more specific
+    raise _damaged(file, error) from error
+  edges = {f"{edge}_id": _find_edge(tokenizer, file.parent, edge) for edge in USUAL}
+  edges["pad_id"] = max(edges["pad_id"], 0)
+  return HuggingFace(json.dumps(edges).encode() + b"\n" + content)
+
+
+def _join_gpt2(file, vocabulary):
+  """The byte-level BPE of GPT-2's two files. Raises OSError, ConfigError, any Exception where they do not fit."""
+  import tokenizers
+
+  told = _read_json(file.parent / "tokenizer_config.json")
+  owner = told.get("tokenizer_class", "GPT2Tokenizer")
+  if owner not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
+    raise ConfigError(f"tokenizer_path={file}: belongs to {owner}, which does not split text as GPT-2 does. Give its"
+                      " tokenizer.json.")
+  merges = file.with_name(file.stem.replace("vocab", "merges") + ".txt").read_bytes().decode().split("\n")
+  pairs = [tuple(line.split()) for line in merges if line.strip() and not line.startswith("#version")]
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=pairs))
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=told.get("add_prefix_space", False))
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  named = [token for edge in USUAL for token in (_content(told.get(f"{edge}_token")), *USUAL[edge])]
+  tokenizer.add_special_tokens([token for token in dict.fromkeys(named) if token in vocabulary])
+  return tokenizer
+
+
+def _find_edge(tokenizer, folder, edge):
+  """The id of the token that `edge` ("bos", "eos", "pad") means, -1: there is none. Raises OSError, ConfigError."""
+  for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    told = _read_json(folder / name)
+    if f"{edge}_token" in told:
+      token = _content(told[f"{edge}_token"])
+      found = -1 if token is None else tokenizer.token_to_id(token)
+      if found is not None:
+        return found
+  for name in ("generation_config.json", "config.json"):
+    ids = _read_json(folder / name).get(f"{edge}_token_id")
+    first = ids[0] if isinstance(ids, list) and ids else ids
+    if isinstance(first, int) and first >= 0 and tokenizer.id_to_token(first) is not None:
+      return first
+  added = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
+  return next((added[token] for token in USUAL[edge] if token in added), -1)
+
+
+def _content(token):
+  """The text of a token as tokenizer_config.json writes it: a string, {"content": string} or null."""
+  return token.get("content") if isinstance(token, dict) else token
+
+
+def _read_json(file):
+  """The mapping in a file, {} where there is no file. Raises OSError, ConfigError."""
+  return _parse(file, file.read_bytes()) if file.exists() else {}
+
+
+def _parse(file, content):
+  try:
+    held = json.loads(content)
+  except ValueError as error:
+    raise _damaged(file, error) from error
+  if not isinstance(held, dict):
+    raise _damaged(file, "no JSON object")
+  return held
+
+
+def _damaged(file, reason):
+  reason = " ".join(str(reason).split())[:200]
+  return ConfigError(f"tokenizer_path={file}: is no tokenizer of Hugging Face or damaged ({reason}). Bring the file"
+                     " back from where it came.")
 
 
 def train(texts, vocab_size, cache_directory=None):
