@@ -220,11 +220,11 @@ def _load_json(file, content):
 
   try:
     held = _parse(file, content)
-    if "model" in held and not isinstance(held["model"], int):  # a vocabulary may well have the word
-      tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-    else:
+    if "vocab" in file.name and not isinstance(held.get("model"), dict):
       tokenizer = _join_gpt2(file, held)
       content = tokenizer.to_str().encode()
+    else:
+      tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     if not tokenizer.get_vocab_size():
       raise ValueError("no tokens")
   except (OSError, ConfigError):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers give back what they were given, fast ones and slow ones alike."""
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText import sources, tokenizer
+from MaxText import data, sources, tokenizer
 from MaxText.errors import ConfigError
 
 SHARED = Path(__file__).parents[1] / "../shared/data"
@@ -145,3 +147,190 @@ def test_a_given_model_encodes_as_sentencepiece_does(name, library):
   assert (given.vocab_size, given.bos_id, given.eos_id) == (oracle.vocab_size(), oracle.bos_id(), oracle.eos_id())
   if name.startswith("mistral"):
     assert given.decode(given.encode(library[0])) == library[0]
+
+
+# --- Hugging Face ----------------------------------------------------------------------------------------------------
+
+NAMES = '{"bos_token": "<|start|>", "eos_token": {"content": "<|stop|>", "lstrip": false}, "pad_token": null}'
+
+
+def byte_level_bpe(text, special):
+  """A byte-level BPE of 400 pieces as the `tokenizers` library trains it; `special` tokens have the first ids."""
+  import tokenizers
+
+  made = tokenizers.Tokenizer(tokenizers.models.BPE())
+  made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+      vocab_size=400, special_tokens=special, show_progress=False,
+      initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  made.train_from_iterator([text], trainer)
+  return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A folder as the hub has them: tokenizer.json, saved with truncation, and tokenizer_config.json."""
+  made = byte_level_bpe(Path(__file__).read_text(), ["<pad>", "<|start|>", "<|stop|>"])
+  made.enable_truncation(5)
+  made.enable_padding(length=9)
+  path = tmp_path_factory.mktemp("folder")
+  made.save(str(path / "tokenizer.json"))
+  (path / "tokenizer_config.json").write_text(NAMES)
+  return path
+
+
+@pytest.mark.parametrize("where", ["", "tokenizer.json"])
+def test_a_hugging_face_tokenizer_round_trips_hard_texts_and_is_loaded_with_its_fingerprint(folder, tmp_path, where):
+  words = tokenizer.load_given(str(folder / where))
+  assert (words.kind, words.vocab_size, words.dtype) == ("huggingface", 400, np.uint16)
+  assert (words.bos_id, words.eos_id, words.pad_id) == (1, 2, 0)
+  for text, ids in zip(HARD, words.encode_documents(HARD), strict=True):
+    assert words.decode(ids) == text.replace("<pad>", "")
+    assert words.encode(text).tolist() == ids.tolist()
+  words.save(tmp_path / "tokenizer.model")
+  again = tokenizer.load("huggingface", tmp_path / "tokenizer.model")
+  assert vars(again).keys() == vars(words).keys()
+  assert [again.bos_id, again.eos_id, again.pad_id, again.vocab_size, again.fingerprint] == [
+      words.bos_id, words.eos_id, words.pad_id, words.vocab_size, words.fingerprint]
+  assert again.encode(HARD[-1]).tolist() == words.encode(HARD[-1]).tolist()
+
+
+def test_special_tokens_are_found_in_text_and_decode_to_nothing_with_ids_that_are_no_piece(folder):
+  words = tokenizer.load_given(str(folder))
+  (a,), (b,) = words.encode("a").tolist(), words.encode("b").tolist()
+  assert words.encode("a<|stop|>b").tolist() == [a, 2, b]
+  assert words.decode([1, a, 2, b, 0, 400, 10**6, -1]) == "ab"
+
+
+def test_the_vocabulary_covers_the_largest_id_although_there_are_gaps_below(folder, tmp_path):
+  held = json.loads((folder / "tokenizer.json").read_text())
+  held["model"]["vocab"]["far"] = 70_000
+  (tmp_path / "tokenizer.json").write_text(json.dumps(held))
+  words = tokenizer.load_given(str(tmp_path))
+  assert (words.vocab_size, words.dtype) == (70_001, np.uint32)
+  assert words.decode([500, 70_000, 69_999]) == "far"
+
+
+@pytest.mark.parametrize("files,bos,eos", [
+    ({}, -1, -1),
+    ({"tokenizer_config.json": '{"bos_token": null}', "config.json": '{"bos_token_id": 2}'}, -1, -1),
+    ({"tokenizer_config.json": '{"model_max_length": 9}', "special_tokens_map.json": NAMES}, 1, 2),
+    ({"tokenizer_config.json": '{"bos_token": "<gone>"}', "generation_config.json": '{"bos_token_id": 1}'}, 1, -1),
+    ({"generation_config.json": '{"eos_token_id": [1, 0]}', "config.json": '{"eos_token_id": 0, "bos_token_id": 2}'},
+     2, 1),
+    ({"config.json": '{"bos_token_id": 4000, "eos_token_id": []}'}, -1, -1),
+])
+def test_bos_and_eos_are_those_that_the_files_beside_it_name(folder, tmp_path, files, bos, eos):
+  for name, content in files.items():
+    (tmp_path / name).write_text(content)
+  (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+  words = tokenizer.load_given(str(tmp_path))
+  assert (words.bos_id, words.eos_id, words.pad_id) == (bos, eos, 0)
+
+
+@pytest.mark.parametrize("tokens,bos,eos", [
+    (["<unk>", "<s>", "</s>"], 1, 2), (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], 0, 0), (["<|im_end|>"], -1, 0),
+    (["<|end_of_text|>", "<|begin_of_text|>"], 1, 0), (["<bos>", "<eos>", "<s>"], 2, 1),
+])
+def test_bos_and_eos_of_a_file_alone_are_the_usual_ones_it_has(tmp_path, tokens, bos, eos):
+  byte_level_bpe("a text", tokens).save(str(tmp_path / "mine.json"))
+  words = tokenizer.load_given(str(tmp_path / "mine.json"))
+  assert (words.bos_id, words.eos_id) == (bos, eos)
+
+
+def test_vocabulary_and_merges_make_the_tokenizer_they_were_taken_from(folder, tmp_path):
+  byte_level_bpe(Path(__file__).read_text(), ["<|endoftext|>"]).model.save(str(tmp_path))
+  words, lone = tokenizer.load_given(str(tmp_path)), tokenizer.load_given(str(tmp_path / "vocab.json"))
+  whole = byte_level_bpe(Path(__file__).read_text(), ["<|endoftext|>"])
+  assert (words.kind, words.fingerprint, words.vocab_size) == ("huggingface", lone.fingerprint, 400)
+  assert (words.bos_id, words.eos_id) == (0, 0)
+  for text in [*HARD, "a<|endoftext|>b"]:
+    assert words.encode(text).tolist() == whole.encode(text).ids
+    assert words.decode(words.encode(text)) == text.replace("<|endoftext|>", "")
+
+  (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+  assert tokenizer.load_given(str(tmp_path)).fingerprint != words.fingerprint, "tokenizer.json goes first"
+
+
+def test_a_folder_with_a_sentencepiece_model_gives_that(trained, tmp_path):
+  (tmp_path / "tokenizer.model").write_bytes(trained.model)
+  (tmp_path / "vocab.json").write_text("{}")
+  words = tokenizer.load_given(str(tmp_path))
+  assert (words.kind, words.fingerprint) == ("sentencepiece", trained.fingerprint)
+
+
+@pytest.mark.parametrize("files,message", [
+    ({}, "holds no tokenizer.json, tokenizer.model or vocab.json"),
+    ({"tokenizer.json": "{}"}, "is no tokenizer of Hugging Face or damaged .Model missing"),
+    ({"tokenizer.json": '{"model": {"type":'}, r"tokenizer\.json: is no tokenizer of Hugging Face or damaged"),
+    ({"tokenizer.json": b"\xff\xfe\n\0"}, "is no tokenizer of Hugging Face or damaged"),
+    ({"tokenizer.json": "[]"}, "no JSON object"),
+    ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'}, "no tokens"),
+    ({"tokenizer.json": '{"model": {"type": "New", "vocab": {}}}'}, "is no tokenizer of Hugging Face or damaged"),
+    ({"tokenizer.model": ""}, r"tokenizer\.model is no SentencePiece model"),
+    ({"tokenizer.model": "IQ== 0\nIg== 1\n"}, "Give one, or a tokenizer.json, which Llama 3 has too"),
+    ({"vocab.json": '{"a": 0}'}, r"merges\.txt cannot be read \(No such file"),
+    ({"vocab.json": '{"a": 0}', "merges.txt": "a b\n"}, "damaged .*out of vocabulary"),
+    ({"vocab.json": '{"a": 0}', "merges.txt": "a\n"}, "is no tokenizer of Hugging Face or damaged"),
+    ({"vocab.json": '{"a": "b"}', "merges.txt": ""}, "is no tokenizer of Hugging Face or damaged"),
+    ({"vocab.json": '{"a": 0}', "merges.txt": "", "tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer"}'},
+     "belongs to Qwen2Tokenizer, which does not split text as GPT-2 does"),
+    ({"vocab.json": '{"a": 0}', "merges.txt": "", "config.json": "{,"}, r"config\.json: .* damaged"),
+])
+def test_a_folder_without_a_usable_tokenizer_is_explained_in_one_line(tmp_path, files, message):
+  for name, content in files.items():
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+  with pytest.raises(ConfigError, match=message) as error:
+    tokenizer.load_given(str(tmp_path))
+  assert str(error.value).startswith(f"tokenizer_path={tmp_path}") and "\n" not in str(error.value)
+
+
+def test_decoding_fewer_ids_gives_the_beginning_of_the_text_but_for_a_character_not_all_there(trained, folder):
+  kinds = [trained, tokenizer.Byte(), tokenizer.load_given(str(folder)), tokenizer.SentencePiece(trained.model)]
+  kinds += [tokenizer.load_given(str(path)) for path in (SHARED / "tok" / "mistral-v1.model", SHARED / "tok" / "gpt2")
+            if path.exists()]
+  for words in kinds:
+    for text in [text for text in HARD if "\ufffd" not in text and len(text) < 300]:
+      ids = words.encode(text)
+      for end in range(len(ids)):
+        begin = words.decode(ids[:end])
+        assert words.decode(ids).startswith(begin.rstrip("\ufffd")), (words.kind, text, end)
+
+
+def test_a_corpus_is_kept_with_its_hugging_face_tokenizer(folder, tmp_path):
+  words = tokenizer.load_given(str(folder))
+  tokens = np.concatenate(words.encode_documents(["one text", "another"]))
+  manifest = {"format": data.FORMAT, "tokenizer": words.kind, "dtype": words.dtype.str, "sha256": {}}
+  data.Corpus(manifest, tokens, np.array([0, len(tokens)], "<i8"), words).write(tmp_path)
+  for name in ("tokens", "offsets", "tokenizer.model"):
+    manifest["sha256"][name] = hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+  (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+  again = data.Corpus.read(tmp_path)
+  assert again.tokenizer.decode(again.tokens) == "one textanother"
+  assert (again.tokenizer.eos_id, again.tokenizer.fingerprint) == (2, words.fingerprint)
+
+
+@pytest.mark.skipif(not (SHARED / "tok" / "gpt2").exists(), reason="../shared/data/tok/gpt2 is absent")
+def test_gpt2_gives_the_ids_that_others_give():
+  words = tokenizer.load_given(str(SHARED / "tok" / "gpt2"))
+  assert (words.vocab_size, words.bos_id, words.eos_id, words.dtype) == (50257, 50256, 50256, np.uint16)
+  # As transformers 5.23 encodes them; on 3.5 million characters it gave the same 1,200,399 ids.
+  for text, ids in (("Hello world", [15496, 995]), ("a<|endoftext|>b", [64, 50256, 65]),
+                    ("I don't  know\n\n3141", [40, 836, 470, 220, 760, 198, 198, 18, 23756])):  # fmt: skip
+    assert words.encode(text).tolist() == ids
+  for text in HARD:
+    assert words.decode(words.encode(text)) == text
+
+
+@pytest.mark.skipif(not (SHARED / "tok" / "torchtitan_test_tokenizer.json").exists(),
+                    reason="../shared/data/tok/torchtitan_test_tokenizer.json is absent")
+def test_a_tokenizer_json_encodes_as_its_library_does(library):
+  import tokenizers
+
+  path = str(SHARED / "tok" / "torchtitan_test_tokenizer.json")
+  words, oracle = tokenizer.load_given(path), tokenizers.Tokenizer.from_file(path)
+  assert (words.vocab_size, words.bos_id, words.eos_id) == (2020, -1, -1)
+  for text, ids in zip(HARD + library[:20], words.encode_documents(HARD + library[:20]), strict=True):
+    assert ids.tolist() == oracle.encode(text, add_special_tokens=False).ids
+    assert words.decode(ids) == oracle.decode(ids.tolist())  # not the text: the vocabulary has no space
