@@ -227,11 +227,11 @@ def _load_json(file, content):
       tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     if not tokenizer.get_vocab_size():
       raise ValueError("no tokens")
+    edges = {f"{edge}_id": _find_edge(tokenizer, file.parent, edge) for edge in USUAL}
   except (OSError, ConfigError):
     raise
   except Exception as error:  # noqa: BLE001, the library raises nothing more specific
     raise _damaged(file, error) from error
-  edges = {f"{edge}_id": _find_edge(tokenizer, file.parent, edge) for edge in USUAL}
   edges["pad_id"] = max(edges["pad_id"], 0)
   return HuggingFace(json.dumps(edges).encode() + b"\n" + content)
 
@@ -267,7 +267,7 @@ def _find_edge(tokenizer, folder, edge):
   for name in ("generation_config.json", "config.json"):
     ids = _read_json(folder / name).get(f"{edge}_token_id")
     first = ids[0] if isinstance(ids, list) and ids else ids
-    if isinstance(first, int) and first >= 0 and tokenizer.id_to_token(first) is not None:
+    if type(first) is int and first >= 0 and tokenizer.id_to_token(first) is not None:
       return first
   added = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
   return next((added[token] for token in USUAL[edge] if token in added), -1)
