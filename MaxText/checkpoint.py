@@ -38,6 +38,7 @@ from MaxText import errors
 
 FORMAT = 1
 FAILURES_IN_A_ROW = 3
+CHUNK_BYTES = 64 << 20
 BEAT_SECONDS, BEATS_TO_WATCH = 20, 3
 RUN_HINT = "See to it, or choose another base_output_directory."
 LOAD_HINT = "Give a run directory, its checkpoints directory, or one step in it."
@@ -93,7 +94,7 @@ class Checkpointer:
     if step == self._last_step:
       return
     start = time.monotonic()
-    tensors = {name: [list(x.shape), x.dtype.name] for name, x in _named(state)}
+    tensors = {name: [list(x.shape), x.dtype.name] for name, x in named(state)}
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     position = json.dumps(position)  # now: the caller goes on changing it
     target = self.directory / (str(step) if self._remote else f"{step}.saving")
@@ -380,6 +381,78 @@ def read_parameters(step, abstract_params):
   return state["params"]
 
 
+class ParameterWriter:
+  """Writes a checkpoint of parameters alone, piece by piece: what is converted need not fit into memory.
+
+  shapes: pytree of jax.ShapeDtypeStruct, where the first dimension of what is under "layers" counts the layers. A
+  context manager: the checkpoint of step 0 in `directory` (local) is complete and verified when the block has ended,
+  and there is none when it fails. Raises StorageError.
+  """
+
+  def __init__(self, directory, shapes):
+    self._directory, self._target = _path(directory), _path(directory) / "0.saving"
+    self._shapes = dict(named({"params": shapes}))
+    # Orbax writes the tree with tensors of one number; those of the right shape take their places.
+    tree = jax.tree.map(lambda x: np.zeros(1, x.dtype), {"params": shapes})
+    ocp = _orbax()
+    with _one_line(errors.StorageError, f"{self._directory} cannot be written"):
+      with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True)) as writer:
+        writer.save(self._target / "state", args=ocp.args.PyTreeSave(tree))
+      self._arrays = {name: _tensorstore(self._target, name, x) for name, x in self._shapes.items()}
+
+  def write(self, name, layer, value):
+    """Writes parameter `name` ("layers/mlp/wu_em"), whole or with `layer` not None that of one layer."""
+    array = self._arrays[f"params/{name}"]
+    with _one_line(errors.StorageError, f"{self._directory} cannot be written"):
+      (array if layer is None else array[layer]).write(value).result()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, kind, *_):
+    if kind is not None:
+      return
+    tensors = {name: [list(x.shape), np.dtype(x.dtype).name] for name, x in self._shapes.items()}
+    ocp = _orbax()
+    with _one_line(errors.StorageError, f"{self._directory} cannot be written"):
+      with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True)) as reader:
+        _check_tensors(reader, self._target, tensors)
+      (self._target / "position.json").write_text("{}")
+      _write_manifest(self._target, 0, tensors, hashed=True)
+      self._target.rename(self._directory / "0")
+
+
+def open_parameters(step):
+  """{"layers/mlp/wu_em": tensor} of a checkpoint that sound_checkpoint() has found; tensor[3].read().result() reads the
+  part asked for alone."""
+  names = [name for name in _manifest(step)["tensors"] if name.startswith("params/")]
+  with _one_line(errors.CheckpointError, f"{step} is sound but cannot be read"):
+    return {name.removeprefix("params/"): _tensorstore(step, name) for name in names}
+
+
+def _tensorstore(directory, name, create=None):
+  """One tensor in a checkpoint's state, as Orbax lays it out; `create`: made anew with this shape and type."""
+  import tensorstore
+
+  base = str(directory / "state")
+  base = base if _is_remote(base) else f"file://{base}"
+  spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": f"{base}/", "path": f"{name.replace('/', '.')}/"}}
+  context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+  if create is None:
+    return tensorstore.open(spec, open=True, read=True, context=context).result()
+  chunk = list(create.shape)
+  if name.startswith("params/layers/"):
+    chunk[0] = 1
+  while np.prod(chunk) * np.dtype(create.dtype).itemsize > CHUNK_BYTES and max(chunk) > 1:
+    chunk[int(np.argmax(chunk))] = -(-max(chunk) // 2)
+  spec["metadata"] = {
+      "shape": list(create.shape), "data_type": np.dtype(create.dtype).name,
+      "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+      "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+  }
+  return tensorstore.open(spec, create=True, delete_existing=True, context=context).result()
+
+
 def load_full_state(path, abstract_state):
   """(state, position) of another run's checkpoint; path and errors as in load_parameters, and types must agree too."""
   step = sound_checkpoint(path, f"load_full_state_path={path}")
@@ -414,7 +487,7 @@ def sound_checkpoint(path, what):
 def _read(step, abstract, hint, part="", cast=False):
   """(state, position) of one verified checkpoint. `part`: restores only the tensors whose names start so."""
   saved = {name: what for name, what in _manifest(step)["tensors"].items() if name.startswith(part)}
-  for name, x in _named(abstract):
+  for name, x in named(abstract):
     shape, dtype = saved.pop(name, (None, None))
     if shape is None:
       raise errors.ConfigError(f"{step} has no tensor {name}, which this config needs with shape {x.shape}. {hint}")
@@ -437,7 +510,7 @@ def _read(step, abstract, hint, part="", cast=False):
 def _check_tensors(reader, directory, tensors):
   """Raises OSError unless Orbax, asked for what it has just written, knows every tensor by name, shape and type."""
   found = reader.metadata(directory / "state").item_metadata
-  found = {name: [list(x.shape), np.dtype(x.dtype).name] for name, x in _named(found.tree)} if found else {}
+  found = {name: [list(x.shape), np.dtype(x.dtype).name] for name, x in named(found.tree)} if found else {}
   wrong = [name for name, what in tensors.items() if found.get(name) != what]
   if wrong:
     raise OSError(f"{len(wrong)} tensors are not in what was written, {wrong[0]} among them")
@@ -539,7 +612,7 @@ def _steps(directory, remote, sound=True):
       yield int(entry.name)
 
 
-def _named(tree):
+def named(tree):
   """Pairs of name ("params/layers/wq_enh") and leaf."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
