@@ -286,8 +286,31 @@ def test_a_folder_without_a_usable_tokenizer_is_explained_in_one_line(tmp_path, 
   assert str(error.value).startswith(f"tokenizer_path={tmp_path}") and "\n" not in str(error.value)
 
 
-def test_decoding_fewer_ids_gives_the_beginning_of_the_text_but_for_a_character_not_all_there(trained, folder):
+def llama_like(path):
+  """A tokenizer.json at `path` as Llama 2 has it: spaces as U+2581, one put in front, bytes as pieces."""
+  from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+  pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), tokenizer.SPACE, *"abcdefx", "ab"]
+  made = Tokenizer(models.BPE(
+      vocab={piece: i for i, piece in enumerate(pieces)}, merges=[("a", "b")], unk_token="<unk>", byte_fallback=True))
+  made.add_special_tokens(pieces[:3])
+  made.pre_tokenizer = pre_tokenizers.Metaspace(replacement=tokenizer.SPACE, prepend_scheme="first", split=False)
+  made.decoder = decoders.Sequence([
+      decoders.Replace(tokenizer.SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+  made.save(str(path))
+  return tokenizer.load_given(str(path))
+
+
+def test_a_llama_like_tokenizer_json_gives_bytes_for_rare_characters(tmp_path):
+  words = llama_like(tmp_path / "tokenizer.json")
+  assert (words.bos_id, words.eos_id, words.vocab_size) == (1, 2, 268)
+  assert words.encode("ab e\u00e9").tolist() == [259, 267, 259, 264, 3 + 0xc3, 3 + 0xa9]
+  assert words.decode([1, 259, 267, 259, 264, 3 + 0xc3, 3 + 0xa9, 2]) == "ab e\u00e9"
+
+
+def test_decoding_fewer_ids_gives_the_beginning_of_the_text_up_to_half_a_character(trained, folder, tmp_path):
   kinds = [trained, tokenizer.Byte(), tokenizer.load_given(str(folder)), tokenizer.SentencePiece(trained.model)]
+  kinds += [llama_like(tmp_path / "tokenizer.json")]
   kinds += [tokenizer.load_given(str(path)) for path in (SHARED / "tok" / "mistral-v1.model", SHARED / "tok" / "gpt2")
             if path.exists()]
   for words in kinds:
