@@ -4,8 +4,9 @@
   python3 MaxText/evals.py configs/base.yml run_name=NAME eval_tasks=[lambada:lambada_test.jsonl,choice:arc.jsonl]
 
 A task makes requests: a context and what should follow it. Both are tokenized together and cut where the context's own
-tokens end; white space at the context's end goes to what follows (as lm-evaluation-harness does). Texts longer than
-max_target_length lose their beginning. A choice counts by the sum of the log-probabilities of all its tokens.
+tokens end; white space at the context's end goes to what follows (as lm-evaluation-harness does). BOS comes first where
+documents had one in training. Texts longer than max_target_length lose their beginning. A choice counts by the sum of
+the log-probabilities of all its tokens.
 """
 
 import os
@@ -18,9 +19,10 @@ if __name__ == "__main__":
   CONFIG = interpreter.start(need_run_name=False, reopen=True)
 
 import collections
+import concurrent.futures
+import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import math
 import time
@@ -35,8 +37,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText import data, decode, diagnostics, errors, model, sharding, sources
 
-CPU_TOKENS = 256  # in a batch: on CPU more at once are no faster, and rows of a batch share its longest one's length
-TARGETS = (8, 32, 128, 512)  # target tokens of a row, rounded up to one of these
+CPU_TOKENS = 1024  # in a batch: on CPU more at once are no faster
+LOGITS_BYTES = 1 << 28  # most float32 logits that stand on a device at once
+PIECE = 8  # target tokens of a row whose logits are computed at once, unless that were more bytes
 QUOTES = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
 
 
@@ -61,15 +64,28 @@ class Score(NamedTuple):
 # --- The engine ------------------------------------------------------------------------------------------------------
 
 
-def score_step(cfg, graph, params, tokens_bt, positions_bt, segments_bt, at_bk, targets_bk):
-  """(log-probability, whether it is the likeliest) [b, k] of token targets_bk[b, k] behind position at_bk[b, k]."""
+def score_step(cfg, graph, piece, params, tokens_bt, positions_bt, segments_bt, at_bk, targets_bk, count):
+  """(log-probability, whether it is the likeliest) [b, k] of token targets_bk[b, k] behind position at_bk[b, k].
+
+  Logits are computed at those positions alone, `piece` of them at a time and of the first `count` pieces only.
+  """
   transformer = nnx.merge(graph, params)
   hidden_bte, _ = transformer(tokens_bt, positions_bt, segments_bt)
-  hidden_bke = jnp.take_along_axis(hidden_bte, at_bk[:, :, None], axis=1)  # before the logits: only these are computed
-  logits_bkv = sharding.shard(transformer.logits(hidden_bke), "batch", None, None)
-  logprobs_bkv = jax.nn.log_softmax(logits_bkv)
-  logprob_bk = jnp.take_along_axis(logprobs_bkv, targets_bk[:, :, None], axis=2)[:, :, 0]
-  return logprob_bk, jnp.argmax(logits_bkv, axis=-1) == targets_bk
+  head = transformer.head()
+
+  def score_piece(i, found):
+    at_bj, targets_bj = (jax.lax.dynamic_slice_in_dim(x_bk, i * piece, piece, axis=1) for x_bk in (at_bk, targets_bk))
+    hidden_bje = jnp.take_along_axis(hidden_bte, at_bj[:, :, None], axis=1)
+    logits_bjv = model.finish_logits(cfg, model.raw_logits(head, hidden_bje), head.get("b_v"))
+    logits_bjv = sharding.shard(logits_bjv, "batch", None, None)
+    logprobs_bjv = jax.nn.log_softmax(logits_bjv)
+    scores = (jnp.take_along_axis(logprobs_bjv, targets_bj[:, :, None], axis=2)[:, :, 0],
+              jnp.argmax(logits_bjv, axis=-1) == targets_bj)
+    return jax.tree.map(lambda x_bk, x_bj: jax.lax.dynamic_update_slice_in_dim(x_bk, x_bj, i * piece, axis=1),
+                        found, scores)
+
+  nothing = jnp.zeros(at_bk.shape, jnp.float32), jnp.zeros(at_bk.shape, bool)
+  return jax.lax.fori_loop(0, count, score_piece, nothing)
 
 
 def loss_step(cfg, graph, params, batch):
@@ -80,23 +96,38 @@ def loss_step(cfg, graph, params, batch):
   return sums | {"weights": jnp.sum(batch["loss_weights"])}
 
 
+class Row(NamedTuple):
+  """Inputs that one row of a batch computes, and the requests they answer: (index, position of the first target
+  token, target ids) of each."""
+
+  inputs: np.ndarray
+  requests: list
+
+  def slots(self):
+    """Target tokens of all requests."""
+    return sum(len(target) for _, _, target in self.requests)
+
+
 class Scorer:
   """Scores requests, and datasets, with a model's parameters. Every process of a run calls it with the same ones.
 
   Requests are sorted by length and padded to few lengths, each of which compiles once; those whose tokens differ in the
-  last one alone (answers of one token to one question) are one row.
+  last one alone (answers of one token to one question) are one row. `tokens` counts what has been computed, without
+  padding.
   """
 
   def __init__(self, cfg, mesh, graph, stop=lambda: False):
     self.stop = stop  # asked before each batch; true raises Interrupted
     self.cfg = cfg.replace(logical_axis_rules=[["length", []]])  # rows are short, and of many lengths
-    self.mesh = mesh
+    self.mesh, self.graph, self.tokens = mesh, graph, 0
+    self.compiled = {}  # row length -> future of score_step for it
     with sharding.use(mesh, self.cfg.logical_axis_rules):
       self.shards = math.prod(mesh.shape[axis] for axis in sharding.mesh_axes("batch")[0])
       self.by_row = NamedSharding(mesh, sharding.spec("batch", None))
-    whole = NamedSharding(mesh, PartitionSpec())
-    self.score_step = jax.jit(functools.partial(score_step, self.cfg, graph), out_shardings=whole)
-    self.loss_step = jax.jit(functools.partial(loss_step, self.cfg, graph), out_shardings=whole)
+    self.whole = NamedSharding(mesh, PartitionSpec())
+    self.loss_step = jax.jit(functools.partial(loss_step, self.cfg, graph), out_shardings=self.whole)
+    # Fake CPU devices deadlock when many steps are under way; elsewhere the next is dispatched before the last is read.
+    self.in_flight = 0 if cfg.platform == "cpu" else 1
 
   def lengths(self):
     """The row lengths there are: whole multiples of a unit, each about a fifth more than the one before."""
@@ -111,57 +142,75 @@ class Scorer:
     most = CPU_TOKENS if self.cfg.platform == "cpu" else self.cfg.eval_batch_size * self.cfg.max_target_length
     return max(1, most // length // self.shards) * self.shards
 
+  def piece(self, length):
+    """Target tokens of a row whose logits are computed at once."""
+    return min(PIECE, max(1, LOGITS_BYTES // (4 * self.cfg.vocab_size * self.batch_rows(length) // self.shards)))
+
+  def compile(self, params, lengths):
+    """Begins to compile score_step for rows of these lengths, side by side."""
+    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    with sharding.use(self.mesh, self.cfg.logical_axis_rules):
+      for length in sorted(set(lengths) - set(self.compiled)):
+        rows, piece = self.batch_rows(length), self.piece(length)
+        step = functools.partial(score_step, self.cfg, self.graph, piece)
+        ids, slots = (jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=self.by_row)
+                      for width in (length, -(-length // piece) * piece))
+        lowered = jax.jit(step, out_shardings=self.whole).lower(
+            params, ids, ids, ids, slots, slots, jax.ShapeDtypeStruct((), jnp.int32))
+        self.compiled[length] = pool.submit(lowered.compile)
+    pool.shutdown(wait=False)
+
   def score(self, params, requests):
     """(a Score for each Request, how many lost their beginning)."""
     most, cut = self.cfg.max_target_length, 0
-    rows = collections.defaultdict(list)  # inputs -> [(index of the request, first target's position, its target ids)]
+    rows, growing = [], {}
     for i, (context, target) in enumerate(requests):
       tokens = np.concatenate([context, target]).astype(np.int32)
       cut += len(tokens) > most + 1
       tokens = tokens[-most - 1:]
       target = tokens[-min(len(target), len(tokens) - 1):]
       inputs = tokens[:-1]
-      rows[inputs.tobytes()].append((i, len(inputs) - len(target), target))
+      row = growing.get(inputs.tobytes())
+      if row is None or row.slots() + len(target) > len(inputs):
+        row = growing[inputs.tobytes()] = Row(inputs, [])
+        rows.append(row)
+      row.requests.append((i, len(inputs) - len(target), target))
 
-    def slots(entry):
-      return sum(len(target) for _, _, target in entry[1])
-
-    scores = [None] * len(requests)
-    work = sorted(rows.items(), key=lambda entry: len(entry[0]))
-    lengths = self.lengths()
-    for length, group in itertools.groupby(work, key=lambda e: next(n for n in lengths if n >= len(e[0]) // 4)):
-      group = sorted(group, key=slots)
+    scores, waiting, lengths, groups = [None] * len(requests), collections.deque(), self.lengths(), {}
+    for row in sorted(rows, key=lambda row: len(row.inputs)):
+      groups.setdefault(next(n for n in lengths if n >= len(row.inputs)), []).append(row)
+    self.compile(params, groups)
+    for length, group in groups.items():
+      group.sort(key=Row.slots)
       count = self.batch_rows(length)
       for first in range(0, len(group), count):
         if self.stop():
           raise Interrupted
-        part = group[first:first + count]
-        self._score_rows(params, length, count, part, slots(part[-1]), scores)
+        waiting.append(self._dispatch(params, length, count, group[first:first + count]))
+        while len(waiting) > self.in_flight:
+          collect(*waiting.popleft(), scores)
+    while waiting:
+      collect(*waiting.popleft(), scores)
     return scores, cut
 
-  def _score_rows(self, params, length, count, group, targets, scores):
-    targets = next((n for n in TARGETS if n >= targets), targets)
+  def _dispatch(self, params, length, count, rows):
+    """(rows, the arrays that score_step() makes of a batch of them)."""
+    piece = self.piece(length)
     tokens_bt, positions_bt, segments_bt = np.zeros((3, count, length), np.int32)
-    at_bk, targets_bk = np.zeros((2, count, targets), np.int32)
-    where = []
-    for row, (inputs, requests) in enumerate(group):
-      inputs, slot = np.frombuffer(inputs, np.int32), 0
-      tokens_bt[row, :len(inputs)] = inputs
-      positions_bt[row, :len(inputs)] = np.arange(len(inputs))
-      segments_bt[row, :len(inputs)] = 1
-      for i, start, target in requests:
-        stop = slot + len(target)
-        at_bk[row, slot:stop] = start + np.arange(len(target))
-        targets_bk[row, slot:stop] = target
-        where.append((i, row, slot, stop))
-        slot = stop
+    at_bk, targets_bk = np.zeros((2, count, -(-length // piece) * piece), np.int32)
+    for b, row in enumerate(rows):
+      size, slots = len(row.inputs), row.slots()
+      tokens_bt[b, :size] = row.inputs
+      positions_bt[b, :size] = np.arange(size)
+      segments_bt[b, :size] = 1
+      at_bk[b, :slots] = np.concatenate([start + np.arange(len(target)) for _, start, target in row.requests])
+      targets_bk[b, :slots] = np.concatenate([target for _, _, target in row.requests])
+      self.tokens += size
     arrays = [jax.make_array_from_callback(x.shape, self.by_row, x.__getitem__)
               for x in (tokens_bt, positions_bt, segments_bt, at_bk, targets_bk)]
     with sharding.use(self.mesh, self.cfg.logical_axis_rules):
-      logprob_bk, likeliest_bk = jax.device_get(self.score_step(params, *arrays))
-    for i, row, slot, stop in where:
-      logprobs, likeliest = logprob_bk[row, slot:stop], likeliest_bk[row, slot:stop]
-      scores[i] = Score(float(logprobs.sum(dtype=np.float64)), bool(likeliest.all()))
+      pieces = np.int32(-(-max(map(Row.slots, rows)) // piece))
+      return rows, self.compiled[length].result()(params, *arrays, pieces)
 
   def loss(self, params, dataset):
     """{"nll", "correct", "weights"}: sums over one epoch of a dataset of the data room (or its eval_steps batches)."""
@@ -172,20 +221,36 @@ class Scorer:
         if self.stop():
           raise Interrupted
         sums.update({name: float(x) for name, x in jax.device_get(self.loss_step(params, batch)).items()})
+    self.tokens += int(sums["weights"])
     return sums
+
+
+def collect(rows, arrays, scores):
+  """Waits for the arrays of a batch and fills in the scores of its rows' requests."""
+  logprob_bk, likeliest_bk = jax.device_get(arrays)
+  for b, row in enumerate(rows):
+    slot = 0
+    for i, _, target in row.requests:
+      part = slice(slot, slot + len(target))
+      scores[i] = Score(float(logprob_bk[b, part].sum(dtype=np.float64)), bool(likeliest_bk[b, part].all()))
+      slot = part.stop
 
 
 # --- Tasks: (cfg, tokenizer, path) -> function (scorer, params) -> {metric: value} -----------------------------------
 
 
 def encode_pair(cfg, words, context, target):
-  """The Request of two texts."""
+  """The Request of two texts. Without a BOS an empty context is EOS, as lm-evaluation-harness has it, or BOS.
+
+  Where the tokenizer has neither it is the first token of the target.
+  """
   stripped = context.rstrip()
   target = context[len(stripped):] + target
   whole, before = words.encode(stripped + target), words.encode(stripped)
   start = [words.bos_id] if cfg.add_bos and words.bos_id >= 0 else []
   if not start and not len(before):  # something must come first
-    before = whole[:1]
+    start = [id for id in (words.eos_id, words.bos_id) if id >= 0][:1]
+    before = before if start else whole[:1]
   return Request(np.array([*start, *before], np.int32), np.array(whole[len(before):], np.int32))
 
 
@@ -200,10 +265,12 @@ def read_rows(cfg, path, keys):
     if not line.strip() or cfg.max_eval_task_rows and len(rows) == cfg.max_eval_task_rows:
       continue
     try:
-      row = json.loads(line)
+      row = dict(json.loads(line))
+      json.dumps(row, ensure_ascii=False).encode()  # JSON can spell half a surrogate pair, which no encoder takes
       wrong = next((key for key, kind in keys.items() if type(row[key]) is not kind), None)
-    except (ValueError, KeyError, TypeError) as error:
-      raise errors.DataError(f"{path}:{number}: no row with {' and '.join(keys)}. Mend or drop it.") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+      wanted = " with " + " and ".join(keys) if keys else ""
+      raise errors.DataError(f"{path}:{number}: no row{wanted}. Mend or drop it.") from error
     if wrong:
       raise errors.DataError(f"{path}:{number}: {wrong} must be of type {keys[wrong].__name__}. Mend or drop the row.")
     rows.append((number, row))
@@ -233,7 +300,7 @@ def lambada(cfg, words, path):
   def evaluate(scorer, params):
     scores, cut = scorer.score(params, requests)
     return {"accuracy": np.mean([score.greedy for score in scores]),
-            "perplexity": math.exp(-np.mean([score.logprob for score in scores])), "rows": len(scores), "cut": cut}
+            "perplexity": perplexity_of(-np.mean([score.logprob for score in scores])), "rows": len(scores), "cut": cut}
 
   return evaluate
 
@@ -243,13 +310,13 @@ def boolq(cfg, words, path):
 
   Rows {"passage", "question", "answer": bool} with Pax's prompt, or rows as of choice().
   """
-  first = read_rows(cfg, path, {})[0][1]
-  if not isinstance(first, dict) or "passage" not in first:
+  if "choices" in read_rows(cfg, path, {})[0][1]:
     return choice(cfg, words, path)
   rows = []
   for number, row in read_rows(cfg, path, {"passage": str, "question": str, "answer": bool}):
     query = f"{row['passage']}\nquestion: {row['question']}?\nanswer:"
-    rows.append((number, {"query": query, "choices": [" no", " yes"], "gold": int(row["answer"])}))
+    options = [" no", " yes"] if row["answer"] else [" yes", " no"]  # the true one last: it loses a tie, as in Pax
+    rows.append((number, {"query": query, "choices": options, "gold": 1}))
   return choose(cfg, words, path, rows)
 
 
@@ -258,14 +325,18 @@ def choice(cfg, words, path):
   rows = read_rows(cfg, path, {"query": str, "choices": list, "gold": int})
   for number, row in rows:
     query, choices = row["query"], row["choices"]
-    if not choices or any(not isinstance(c, str) or not c for c in choices) or not 0 <= row["gold"] < len(choices):
+    if (any(not isinstance(text, str) or not text.strip() for text in choices)
+        or not 0 <= row["gold"] < len(choices)):
       raise errors.DataError(f"{path}:{number}: choices must be texts and gold the index of one. Mend or drop it.")
     row["choices"] = [c if not query or query[-1].isspace() or c[0].isspace() else f" {c}" for c in choices]
   return choose(cfg, words, path, rows)
 
 
 def choose(cfg, words, path, rows):
-  """Which choice has the highest log-probability, in all ("accuracy") and per character ("accuracy_norm")."""
+  """Which choice has the highest log-probability, in all ("accuracy") and per character ("accuracy_norm").
+
+  The characters are those of the choice without its one space in front (acc_norm of lm-evaluation-harness).
+  """
   requests = [non_empty(encode_pair(cfg, words, row["query"], option), path, number)
               for number, row in rows for option in row["choices"]]
 
@@ -285,17 +356,18 @@ def choose(cfg, words, path, rows):
 def perplexity(cfg, words, path):
   """Perplexity of documents, cut into rows as training cuts them; without a path, of the run's own evaluation set.
 
-  "loss" is in nats per token and what training logs as eval/loss; bits_per_byte compares across tokenizers.
+  "loss" is in nats per token, EOS included, and what training logs as eval/loss; bits_per_byte, of the text, compares
+  across tokenizers.
   """
   if path:
     texts = list(sources.documents(sources.text(path), 0))[:cfg.max_eval_task_rows or None]
-    if not texts:
-      raise errors.DataError(f"eval_tasks: {path} holds no text. Give another.")
     begin = [words.bos_id] if cfg.add_bos and words.bos_id >= 0 else []
     end = [words.eos_id] if cfg.add_eos and words.eos_id >= 0 else []
-    documents = [np.array([*begin, *ids, *end]) for ids in words.encode_documents(texts)]
+    documents = [np.array([*begin, *ids, *end], np.int32) for ids in words.encode_documents(texts)]
     offsets = np.cumsum([0, *map(len, documents)])
-    dataset = data.Packed(np.concatenate(documents), offsets, cfg.max_target_length, once=True)
+    dataset = data.Packed(np.concatenate([*documents, []]).astype(np.int32), offsets, cfg.max_target_length, once=True)
+    if not dataset.num_pairs:
+      raise errors.DataError(f"eval_tasks: {path} holds no text of two tokens. Give another.")
     size = sum(len(text.encode()) for text in texts)
   else:
     if cfg.dataset_type != "synthetic" and not (epath.Path(cfg.run_directory) / "data" / "manifest.json").exists():
@@ -304,18 +376,51 @@ def perplexity(cfg, words, path):
     dataset, size = data.open(cfg).eval, 0
     if dataset is None:
       raise errors.DataError("eval_tasks=[perplexity]: the run holds out no documents. Give files: perplexity:PATH.")
+    if words:
+      rows = dataset.rows(0, dataset.num_batches(cfg.eval_batch_size) * cfg.eval_batch_size)
+      size = len(words.decode(rows["targets"][rows["loss_weights"] > 0]).encode())
 
   def evaluate(scorer, params):
     sums = scorer.loss(params, dataset)
     loss = sums["nll"] / sums["weights"]
-    found = {"loss": loss, "perplexity": math.exp(loss), "accuracy": sums["correct"] / sums["weights"],
-             "tokens": int(sums["weights"])}
-    return found | ({"bits_per_byte": sums["nll"] / math.log(2) / size} if size else {})
+    found = {"loss": loss, "perplexity": perplexity_of(loss), "accuracy": sums["correct"] / sums["weights"]}
+    return found | ({"bits_per_byte": sums["nll"] / math.log(2) / size, "bytes": size} if size else {})
 
   return evaluate
 
 
+def perplexity_of(loss):
+  """exp(loss), a number also for a model that has come to nothing."""
+  return math.exp(min(loss, 700.0))
+
+
 TASKS = {"perplexity": perplexity, "lambada": lambada, "boolq": boolq, "choice": choice}
+
+
+def read_tasks(cfg, words):
+  """{"kind/file": task} of eval_tasks, lm_eval's left out, whose files are read and checked now.
+
+  A task is a function (scorer, params) -> {metric: value}. words: the tokenizer, or None.
+  Raises ConfigError, DataError.
+  """
+  tasks = {}
+  for entry in cfg.eval_tasks:
+    kind, _, path = entry.partition(":")
+    name = name_of(entry)
+    if name in tasks:
+      raise errors.ConfigError(f"eval_tasks={entry}: another is called {name} too. Rename one of the files.")
+    if path and words is None:
+      raise errors.ConfigError(f"eval_tasks={entry} needs a tokenizer, and dataset_type={cfg.dataset_type} has none. "
+                               "Give tokenizer_path, or tokenizer_type=byte.")
+    if kind in TASKS:
+      tasks[name] = TASKS[kind](cfg, words, os.path.expanduser(path))
+  return tasks
+
+
+def run_task(task, scorer, params):
+  """{metric: value} of a task, with the number of tokens computed."""
+  before = scorer.tokens
+  return task(scorer, params) | {"tokens": scorer.tokens - before}
 
 
 def open_tasks(cfg, mesh, graph, words, stop=lambda: False):
@@ -324,21 +429,15 @@ def open_tasks(cfg, mesh, graph, words, stop=lambda: False):
   cfg: resolved. graph: of model.abstract(). stop: asked before each batch; when it is true, evaluate gives None.
   Raises ConfigError, DataError.
   """
-  if words is None:
-    raise errors.ConfigError(f"eval_tasks={','.join(cfg.eval_tasks)} need a tokenizer, and dataset_type="
-                             f"{cfg.dataset_type} has none. Give tokenizer_path, or tokenizer_type=byte.")
-  tasks = {}
   for entry in cfg.eval_tasks:
-    kind, _, path = entry.partition(":")
-    if kind not in TASKS:
+    if entry.partition(":")[0] not in TASKS:
       raise errors.ConfigError(f"eval_tasks={entry} runs in evals.py only. Leave it out here.")
-    tasks[name_of(entry)] = TASKS[kind](cfg, words, os.path.expanduser(path))
-  scorer = Scorer(cfg, mesh, graph, stop)
+  tasks, scorer = read_tasks(cfg, words), Scorer(cfg, mesh, graph, stop)
 
   def evaluate(params):
     try:
       return {f"{name}/{metric}": float(value) for name, task in tasks.items()
-              for metric, value in task(scorer, params).items()}
+              for metric, value in run_task(task, scorer, params).items()}
     except Interrupted:
       return None
 
@@ -360,7 +459,11 @@ def lm_eval_model(opened):
     from lm_eval.api.model import LM
   except ImportError as error:
     raise errors.ConfigError("eval_tasks=[lm_eval:...] needs a package: pip install lm_eval") from error
+  opened = opened._replace(cfg=opened.cfg.replace(decode_sampling_strategy="greedy"))
   cfg, words = opened.cfg, opened.tokenizer
+  if words is None:
+    raise errors.ConfigError("eval_tasks=[lm_eval:...] needs a tokenizer, and the run has none. Give tokenizer_path, "
+                             "or tokenizer_type=byte.")
   scorer, decoder = Scorer(cfg, opened.mesh, opened.graph), decode.Decoder(opened)
 
   class Model(LM):
@@ -371,11 +474,14 @@ def lm_eval_model(opened):
       return [tuple(score) for score in scorer.score(opened.params, pairs)[0]]
 
     def loglikelihood_rolling(self, requests):
-      pieces, owner = [], []
+      """Each token of a text once, in pieces of max_target_length; the last has as many tokens before it as fit."""
+      pieces, owner, most = [], [], cfg.max_target_length
       for i, request in enumerate(requests):
-        ids, most = decode.encode(opened, request.args[0]), cfg.max_target_length
-        for first in range(1, len(ids), most):  # each token once, with what stands before it in its piece
-          pieces.append(Request(ids[first - 1:first], ids[first:first + most]))
+        first, ids = encode_pair(cfg, words, "", request.args[0])
+        ids = np.concatenate([first, ids])
+        for begin in range(1, len(ids), most):
+          end = min(begin + most, len(ids))
+          pieces.append(Request(ids[max(end - most - 1, 0):begin], ids[begin:end]))
           owner.append(i)
       sums = [0.0] * len(requests)
       for i, score in zip(owner, scorer.score(opened.params, pieces)[0], strict=True):
@@ -383,35 +489,42 @@ def lm_eval_model(opened):
       return sums
 
     def generate_until(self, requests):
-      found = []
-      for request in requests:
+      by_length, texts = collections.defaultdict(list), [""] * len(requests)
+      for i, request in enumerate(requests):
         context, options = request.args
-        most = min(options.get("max_gen_toks", cfg.max_predict_length), cfg.max_target_length - 1)
         if options.get("do_sample") or options.get("temperature"):
-          raise errors.ConfigError("lm_eval: only greedy generation is offered. Set do_sample: false in the task.")
-        prompt = decode.encode(opened, context)[-(cfg.max_target_length - most):]
-        tokens = next(decoder.generate([prompt], max_predict_length=most)).tokens
-        text = decode.continuation_text(words, prompt, tokens)
-        stops = options.get("until") or []
-        for stop in [stops] if isinstance(stops, str) else stops:
-          text = text.partition(stop)[0] if stop else text
-        found.append(text)
-      return found
+          raise errors.ConfigError("eval_tasks=[lm_eval:...]: decoding is greedy. Set do_sample: false in the task.")
+        most = min(options.get("max_gen_toks", cfg.max_predict_length), cfg.max_target_length - 1)
+        by_length[most].append((i, decode.encode(opened, context)[-(cfg.max_target_length - most):], options))
+      for most, group in by_length.items():
+        found = decoder.generate([prompt for _, prompt, _ in group], max_predict_length=most)
+        for (i, prompt, options), continuation in zip(group, found, strict=True):
+          texts[i] = decode.continuation_text(words, prompt, continuation.tokens)
+          stops = options.get("until") or []
+          for stop in [stops] if isinstance(stops, str) else stops:
+            texts[i] = texts[i].partition(stop)[0] if stop else texts[i]
+      return texts
 
   return Model()
 
 
-def run_lm_eval(opened, task):
-  """{"metric": value} of a task of lm-evaluation-harness: its name, or the path of its YAML file."""
-  lm = lm_eval_model(opened)
+def run_lm_eval(lm, task, limit):
+  """{metric: value} of a task of lm-evaluation-harness, given by name or as a YAML file. Raises ConfigError.
+
+  Of a group or tag {"task/metric": value}. limit: most rows of each task, None for all.
+  """
   import lm_eval
   from lm_eval.tasks import TaskManager
 
-  folder = os.path.dirname(os.path.abspath(task)) if task.endswith((".yaml", ".yml")) else None
-  name = os.path.splitext(os.path.basename(task))[0] if folder else task
-  results = lm_eval.simple_evaluate(lm, tasks=[name], task_manager=TaskManager(include_path=folder),
-                                    limit=opened.cfg.max_eval_task_rows or None, bootstrap_iters=0)
-  return {metric.removesuffix(",none"): value for metric, value in results["results"][name].items()
+  given = os.path.isfile(task)
+  manager = TaskManager(include_defaults=not given)  # reading the harness's own tasks takes ten seconds
+  if not given and task not in manager.all_tasks:
+    raise errors.ConfigError(f"eval_tasks=lm_eval:{task} is neither a task of lm_eval nor a YAML file. Check the name.")
+  with contextlib.redirect_stdout(sys.stderr):
+    results = lm_eval.simple_evaluate(lm, tasks=[task], task_manager=manager, limit=limit, bootstrap_iters=0)
+  found = results["results"]
+  return {f"{name}/{metric}" if len(found) > 1 else metric: value for name, values in found.items()
+          for metric, value in ((metric.removesuffix(",none"), value) for metric, value in values.items())
           if isinstance(value, (int, float)) and "stderr" not in metric}
 
 
@@ -426,21 +539,41 @@ def main(cfg):
   hint = "eval_per_device_batch_size decides the memory: lower it, or use more devices."
   with diagnostics.memory_errors_explained(hint):
     opened = decode.open_run(cfg)
-    step = None if opened.checkpoint is None else int(opened.checkpoint.name)
+    tasks, scorer = read_tasks(opened.cfg, opened.tokenizer), Scorer(opened.cfg, opened.mesh, opened.graph)
+    lm = lm_eval_model(opened) if len(tasks) < len(cfg.eval_tasks) else None
     for entry in cfg.eval_tasks:
-      kind, _, path = entry.partition(":")
       start = time.perf_counter()
-      if kind == "lm_eval":
-        values = run_lm_eval(opened, path)
+      if name_of(entry) in tasks:
+        values = run_task(tasks[name_of(entry)], scorer, opened.params)
       else:
-        evaluate = open_tasks(opened.cfg.replace(eval_tasks=[entry]), opened.mesh, opened.graph, opened.tokenizer)
-        values = {name.rpartition("/")[2]: value for name, value in evaluate(opened.params).items()}
-      seconds = time.perf_counter() - start
+        path = os.path.expanduser(entry.partition(":")[2])
+        values = run_lm_eval(lm, path, cfg.max_eval_task_rows or None)
       if jax.process_index() == 0:
-        numbers = ", ".join(f"{name}: {value:.5g}" for name, value in values.items())
-        print(f"{name_of(entry)}: {numbers} ({seconds:.1f} s)", flush=True)
-        record(opened.cfg, {"task": entry, "checkpoint": str(opened.checkpoint or ""), "step": step,
-                            "time": time.time(), "sha256": digest(path), "seconds": round(seconds, 3)} | values)
+        report(opened, entry, values, time.perf_counter() - start)
+
+
+def report(opened, entry, values, seconds):
+  """Prints a task's values in a line and adds them to evals.jsonl in the run's directory. Raises StorageError."""
+  numbers = ", ".join(f"{name}: {value:,.5g}" if value < 1e4 else f"{name}: {value:,.0f}"
+                      for name, value in values.items())
+  rates = ", ".join(f"{values[name] / seconds:,.{digits}f} {name}/s" for name, digits in (("rows", 1), ("tokens", 0))
+                    if name in values)
+  print(f"{name_of(entry)}: {numbers} ({seconds:.1f} s{', ' if rates else ''}{rates})", flush=True)
+  if not opened.cfg.run_directory:
+    return
+  kind, _, path = entry.partition(":")
+  path, checkpoint = os.path.expanduser(path), opened.checkpoint
+  line = {"task": kind, "path": path, "sha256": digest(path), "checkpoint": str(checkpoint or ""),
+          "step": checkpoint and int(checkpoint.name), "time": time.time(), "seconds": round(seconds, 3),
+          **{name: float(value) for name, value in values.items()}}
+  record = epath.Path(opened.cfg.run_directory) / "evals.jsonl"
+  try:
+    record.parent.mkdir(parents=True, exist_ok=True)
+    before, part = record.read_text() if record.exists() else "", record.with_name(f"{record.name}.{os.getpid()}.tmp")
+    part.write_text(before + json.dumps(line) + "\n")
+    part.replace(record)
+  except OSError as error:
+    raise errors.StorageError(f"{record} cannot be written: {error.strerror}. Make room or allow it.") from error
 
 
 def digest(path):
@@ -449,18 +582,6 @@ def digest(path):
     return ""
   with open(path, "rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def record(cfg, values):
-  """Appends a line to evals.jsonl in the run's directory. Raises StorageError."""
-  if not cfg.run_directory:
-    return
-  path = epath.Path(cfg.run_directory) / "evals.jsonl"
-  try:
-    before = path.read_text() if path.exists() else ""
-    path.write_text(before + json.dumps(values) + "\n")
-  except OSError as error:
-    raise errors.StorageError(f"{path} cannot be written: {error.strerror}. Make room or allow it.") from error
 
 
 if __name__ == "__main__":

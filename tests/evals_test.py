@@ -4,6 +4,8 @@
 import json
 import math
 import pathlib
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from decode_test import opened
 from flax import nnx
 from tiny import TINY, tiny
 
-from MaxText import data, errors, evals, model, pyconfig, sharding, tokenizer, train
+from MaxText import data, decode, errors, evals, model, pyconfig, sharding, tokenizer, train
 
 DATA = pathlib.Path(__file__).parent.parent.parent / "shared" / "data" / "eval"
 LONGEST = 48
@@ -36,17 +38,17 @@ def random_requests():
 
 def by_plain_loop(run, requests):
   """(log-probability, greedy) of each request from the full logits of its own row."""
+
+  @jax.jit
+  def forward(params, inputs):
+    transformer = nnx.merge(run.graph, params)
+    hidden_bte, _ = transformer(inputs, jnp.arange(LONGEST)[None], jnp.ones_like(inputs))
+    return jax.nn.log_softmax(transformer.logits(hidden_bte))[0]
+
   found = []
   for context, target in requests:
     tokens = np.concatenate([context, target])[-LONGEST - 1:]
     inputs = jnp.asarray(np.pad(tokens[:-1], (0, LONGEST - len(tokens) + 1)))[None]
-
-    @jax.jit
-    def forward(params, inputs):
-      transformer = nnx.merge(run.graph, params)
-      hidden_bte, _ = transformer(inputs, jnp.arange(LONGEST)[None], jnp.ones_like(inputs))
-      return jax.nn.log_softmax(transformer.logits(hidden_bte))[0]
-
     with sharding.use(run.mesh, run.cfg.logical_axis_rules):
       logprobs = np.asarray(forward(run.params, inputs))[len(tokens) - 1 - len(target):len(tokens) - 1]
     found.append((logprobs[np.arange(len(target)), target].sum(), bool((logprobs.argmax(axis=1) == target).all())))
@@ -103,6 +105,29 @@ def test_texts_that_are_too_long_lose_their_beginning_and_are_counted(params):
   assert cut == 1 and long == short
 
 
+def test_scores_do_not_depend_on_how_many_logits_stand_at_once_or_on_repeated_requests(params, monkeypatch):
+  cfg = tiny(max_target_length=LONGEST, matmul_precision="highest")
+  run = opened(cfg, params, jax.devices()[:1])
+  requests = random_requests()
+  want, _ = evals.Scorer(cfg, run.mesh, run.graph).score(run.params, requests)
+  monkeypatch.setattr(evals, "LOGITS_BYTES", 1)
+  scorer = evals.Scorer(cfg, run.mesh, run.graph)
+  assert scorer.piece(16) == 1
+  for _ in range(2):  # the second with nothing to compile
+    got, _ = scorer.score(run.params, requests * 3)
+    np.testing.assert_allclose([s.logprob for s in got], [s.logprob for s in want] * 3, rtol=1e-5)
+    assert [s.greedy for s in got] == [s.greedy for s in want] * 3
+  assert len(scorer.compiled) <= len(scorer.lengths())
+
+
+def test_answers_of_one_token_to_one_question_are_one_row(params):
+  cfg = tiny(max_target_length=LONGEST)
+  run = opened(cfg, params, jax.devices()[:1])
+  scorer, context = evals.Scorer(cfg, run.mesh, run.graph), np.arange(3, 23, dtype=np.int32)
+  scorer.score(run.params, [evals.Request(context, np.array([t], np.int32)) for t in range(3, 7)])
+  assert scorer.tokens == 20
+
+
 def test_few_lengths_are_compiled_and_none_is_much_longer_than_its_rows():
   cfg = tiny(max_target_length=2048)
   lengths = evals.Scorer(cfg, sharding.make_mesh(cfg, jax.devices()[:1]), model.abstract(cfg)[0]).lengths()
@@ -143,10 +168,16 @@ def test_lambada_asks_for_the_last_word_with_its_space_and_wants_every_token_lik
 
 def test_boolq_compares_yes_and_no_after_paxs_prompt(tmp_path):
   rows = [{"passage": "P", "question": "is it", "answer": answer} for answer in (True, False, True)]
-  hand = Hand(2.0, 1.0, 2.0, 1.0, 1.0, 2.0)  # no, yes of each row
+  hand = Hand(2.0, 1.0, 1.0, 2.0, 1.0, 1.0)  # the wrong and the right answer of each row; a tie is wrong
   found = task("boolq", tmp_path, rows)(hand, None)
-  assert hand.texts[:2] == [("P\nquestion: is it?\nanswer:", " no"), ("P\nquestion: is it?\nanswer:", " yes")]
+  prompt = "P\nquestion: is it?\nanswer:"
+  assert hand.texts[:4] == [(prompt, " no"), (prompt, " yes"), (prompt, " yes"), (prompt, " no")]
   assert found["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_boolq_takes_rows_of_choices_too(tmp_path):
+  found = task("boolq", tmp_path, [{"query": "Q", "choices": ["no", "yes"], "gold": 1}])(Hand(2.0, 1.0), None)
+  assert found["accuracy"] == 1.0 and found["rows"] == 1
 
 
 def test_a_choice_counts_by_its_sum_and_by_its_sum_per_character(tmp_path):
@@ -165,7 +196,8 @@ def test_context_and_target_are_tokenized_together_and_cut_where_the_context_end
     assert words.decode([*pair.context, *pair.target]) == context + target
     if context:
       np.testing.assert_array_equal(pair.context[1:], words.encode(context.rstrip()))
-  assert len(evals.encode_pair(tiny(add_bos=False), words, "", "the cat").context) == 1
+  pair = evals.encode_pair(tiny(add_bos=False), words, "", "the cat")
+  assert pair.context.tolist() == [words.eos_id] and words.decode(pair.target) == "the cat"
 
 
 @pytest.mark.parametrize("kind, line, message", [
@@ -175,6 +207,9 @@ def test_context_and_target_are_tokenized_together_and_cut_where_the_context_end
     ("choice", '{"query": "q", "choices": ["a"], "gold": 1}', "rows.jsonl:2: choices must be texts and gold"),
     ("choice", '{"query": "q", "choices": [], "gold": 0}', "rows.jsonl:2: choices must be texts"),
     ("choice", '{"query": "q", "choices": ["a"], "gold": true}', "gold must be of type int"),
+    ("choice", '{"query": "q", "choices": [" ", "b"], "gold": 0}', "rows.jsonl:2: choices must be texts"),
+    ("choice", '{"query": "\\ud800", "choices": ["b"], "gold": 0}', "rows.jsonl:2: no row with query"),
+    ("lambada", "[" * 100_000, "rows.jsonl:2: no row with text"),
 ])
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, kind, line, message):
   good = {"lambada": '{"text": "a b"}', "choice": '{"query": "q", "choices": ["a", "b"], "gold": 1}'}[kind]
@@ -183,6 +218,15 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, kind, line, message):
   with pytest.raises(errors.DataError) as error:
     evals.TASKS[kind](tiny(), tokenizer.Byte(), str(path))
   assert message in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", evals.TASKS)
+def test_a_file_without_rows_is_one_line(tmp_path, kind):
+  path = tmp_path / "empty.jsonl"
+  path.write_text("\n\n")
+  with pytest.raises(errors.DataError, match="empty.jsonl (has no rows|holds no text)") as error:
+    evals.TASKS[kind](tiny(), tokenizer.Byte(), str(path))
+  assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("entry, message", [
@@ -245,7 +289,8 @@ def test_alone_they_give_what_training_logged_and_leave_a_record(runs, capsys):
   assert loss["loss"] == pytest.approx(logged["eval/loss"], rel=1e-6) and loss["step"] == 4
   assert loss["accuracy"] == pytest.approx(logged["eval/accuracy"], rel=1e-6)
   assert last["perplexity"] == pytest.approx(logged["eval/lambada/last/perplexity"], rel=1e-5)
-  assert last["task"] == f"lambada:{runs}/last.jsonl" and len(last["sha256"]) == 64
+  assert last["task"] == "lambada" and last["path"] == f"{runs}/last.jsonl" and len(last["sha256"]) == 64
+  assert last["tokens"] == 10 + 11 + 3 and "rows/s" in out[1] and "tokens/s" in out[0]
 
 
 def test_perplexity_of_a_file_is_in_bits_per_byte_too(runs, tmp_path, capsys):
@@ -271,5 +316,75 @@ def test_a_signal_ends_the_tasks_between_two_batches(params, tmp_path):
 def test_no_task_and_no_tokenizer_are_one_line():
   with pytest.raises(errors.ConfigError, match=r"eval_tasks=\[\] asks for nothing"):
     evals.main(pyconfig.load([], need_run_name=False))
+  cfg = tiny()
   with pytest.raises(errors.ConfigError, match="dataset_type=synthetic has none"):
-    evals.open_tasks(tiny(eval_tasks=["perplexity"]), None, None, None)
+    evals.read_tasks(cfg.replace(eval_tasks=[f"lambada:{__file__}"]), None)
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path):
+  paths = [tmp_path / name / "rows.jsonl" for name in "ab"]
+  for path in paths:
+    path.parent.mkdir()
+    path.write_text('{"text": "a b"}\n')
+  with pytest.raises(errors.ConfigError, match="b/rows.jsonl: another is called lambada/rows too"):
+    evals.read_tasks(tiny(eval_tasks=[f"lambada:{path}" for path in paths]), tokenizer.Byte())
+
+
+def test_a_run_on_computed_data_has_a_perplexity_but_no_bytes(params):
+  cfg = tiny(eval_tasks=["perplexity"], max_target_length=LONGEST)
+  run = opened(cfg, params, jax.devices()[:1])
+  found = evals.open_tasks(cfg, run.mesh, run.graph, None)(run.params)
+  assert found["perplexity/tokens"] == 64 * LONGEST and "perplexity/bytes" not in found
+
+
+# --- lm-evaluation-harness -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lm(monkeypatch):
+  """The adapter, on a class LM that knows nothing; the harness itself runs in end_to_end/test_evals.py."""
+  module = types.ModuleType("lm_eval.api.model")
+  module.LM = object
+  for name, value in (("lm_eval", types.ModuleType("lm_eval")), ("lm_eval.api", types.ModuleType("lm_eval.api")),
+                      ("lm_eval.api.model", module)):
+    monkeypatch.setitem(sys.modules, name, value)
+  cfg = tiny(max_target_length=128, per_device_batch_size=1.0, embedding_init_std=0.5)
+  run = opened(cfg, jax.device_get(model.initialize(cfg, jax.random.key(5))), jax.devices()[:1])
+  run = run._replace(tokenizer=tokenizer.Byte())
+  return run, evals.lm_eval_model(run)
+
+
+def asked(*args):
+  return types.SimpleNamespace(args=args)
+
+
+def test_a_whole_text_is_scored_in_pieces_each_token_once(lm):
+  run, lm = lm
+  text = "".join(chr(97 + i * i % 26) for i in range(300))
+  (short, long) = lm.loglikelihood_rolling([asked(text[:100]), asked(text)])
+  assert short == pytest.approx(lm.loglikelihood([asked("", text[:100])])[0][0], abs=1e-4)
+  ids = [1, *run.tokenizer.encode(text)]
+  pieces = [(ids[:1], ids[1:129]), (ids[128:129], ids[129:257]), (ids[172:257], ids[257:])]
+  scores, _ = evals.Scorer(run.cfg, run.mesh, run.graph).score(
+      run.params, [evals.Request(np.array(a), np.array(b)) for a, b in pieces])
+  assert long == pytest.approx(sum(score.logprob for score in scores), abs=1e-4)
+  assert lm.loglikelihood_rolling([asked("")]) == [0.0]
+
+
+def test_generation_is_greedy_and_ends_before_a_stop(lm):
+  run, lm = lm
+  whole, = lm.generate_until([asked("ab", {"max_gen_toks": 20})])
+  prompt = decode.encode(run, "ab")
+  found = next(decode.Decoder(run).generate([prompt], max_predict_length=20))
+  assert whole == decode.continuation_text(run.tokenizer, prompt, found.tokens) and len(whole) > 2
+  stop = whole[2]
+  options = {"max_gen_toks": 20, "until": [stop, "\n\n"], "do_sample": False}
+  assert lm.generate_until([asked("xyz", {"max_gen_toks": 5}), asked("ab", options)])[1] == whole.split(stop)[0]
+  with pytest.raises(errors.ConfigError, match="decoding is greedy"):
+    lm.generate_until([asked("ab", {"do_sample": True})])
+
+
+def test_the_harness_is_asked_for_in_one_line_where_it_is_missing(monkeypatch):
+  monkeypatch.setitem(sys.modules, "lm_eval", None)
+  with pytest.raises(errors.ConfigError, match="pip install lm_eval"):
+    evals.lm_eval_model(None)
