@@ -592,21 +592,44 @@ def export_folder(source, destination, arguments):
 def export_tokenizer(cfg, step, folder):
   """Writes the files of the run's tokenizer; returns it, or None where it has none that Hugging Face's classes read."""
   run = Path(step).parent.parent
-  words = None
   if (run / "tokenizer").is_dir():
     for file in (run / "tokenizer").iterdir():
       shutil.copyfile(file, folder / file.name)
     return tokenizer.load_given(str(run / "tokenizer"))
   manifest = run / "data" / "manifest.json"
-  if manifest.exists() and read_json(manifest)["tokenizer"] in ("sentencepiece", "bpe"):
-    words = tokenizer.load("sentencepiece", run / "data" / "tokenizer.model")
-    words.save(folder / "tokenizer.model")
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": cfg.add_bos, "add_eos_token": False,
-        "add_prefix_space": False, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}))
-  else:
+  kind = read_json(manifest)["tokenizer"] if manifest.exists() else ""
+  if kind not in ("bpe", "sentencepiece", "huggingface"):
     print("warning: the run's tokenizer is none that Hugging Face's classes read: the folder has none", file=sys.stderr)
+    return None
+  words = tokenizer.load(kind, run / "data" / "tokenizer.model")
+  names = {"add_bos_token": cfg.add_bos, "add_eos_token": False}
+  if kind == "sentencepiece":
+    words.save(folder / "tokenizer.model")
+    names |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+  else:
+    made = words.library if kind == "huggingface" else bpe_of(words)
+    (folder / "tokenizer.json").write_text(made.to_str(pretty=True))
+    names |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    names |= {f"{edge}_token": made.id_to_token(getattr(words, f"{edge}_id")) for edge in ("bos", "eos", "pad")
+              if getattr(words, f"{edge}_id") >= 0}
+  (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=1))
   return words
+
+
+def bpe_of(words):
+  """A tokenizer of the `tokenizers` library with the pieces, ids and merges of a tokenizer.Trained."""
+  import tokenizers
+
+  pieces = words.pieces()
+  rank = {piece: i for i, piece in enumerate(pieces)}
+  merges = [(piece[:cut], piece[cut:]) for piece in pieces[tokenizer.META_PIECES:] for cut in range(1, len(piece))
+            if piece[:cut] in rank and piece[cut:] in rank]
+  made = tokenizers.Tokenizer(tokenizers.models.BPE(rank, merges, unk_token=pieces[3], byte_fallback=True))
+  made.normalizer = tokenizers.normalizers.Replace(" ", tokenizer.SPACE)
+  decoders = tokenizers.decoders
+  made.decoder = decoders.Sequence([decoders.Replace(tokenizer.SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+  made.add_special_tokens(pieces[:4])
+  return made
 
 
 def main(argv):

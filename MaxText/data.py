@@ -113,7 +113,8 @@ def open_tokenizer(cfg):
     manifest = epath.Path(run) / "data" / "manifest.json"
     if run and manifest.exists():
       corpus = Corpus.read(manifest.parent)
-      if all(corpus.manifest["request"][key] == getattr(cfg, key) for key in ("tokenizer_type", "tokenizer_path")):
+      key = "tokenizer_path" if cfg.tokenizer_path else "tokenizer_type"
+      if corpus.manifest["request"][key] == getattr(cfg, key):
         return corpus.tokenizer
   if cfg.tokenizer_path:
     return tokenizer.load_given(cfg.tokenizer_path)

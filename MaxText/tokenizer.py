@@ -129,6 +129,10 @@ class Trained(SentencePiece):
 
   kind = "bpe"
 
+  def pieces(self):
+    """The text of each id."""
+    return [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
+
   def _encode_group(self, texts):
     index = {}
     words = [[index.setdefault(word, len(index)) for word in WORD.findall(text)] for text in texts]
@@ -159,22 +163,22 @@ class HuggingFace:
     self.model = model
     self.fingerprint = hashlib.sha256(model).hexdigest()
     self.bos_id, self.eos_id, self.pad_id = (json.loads(edges)[name] for name in ("bos_id", "eos_id", "pad_id"))
-    self._tokenizer = tokenizers.Tokenizer.from_str(text.decode())
-    self._tokenizer.no_truncation()  # a tokenizer.json keeps the settings of whoever saved it
-    self._tokenizer.no_padding()
-    self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # there may be gaps
+    self.library = tokenizers.Tokenizer.from_str(text.decode())
+    self.library.no_truncation()  # a tokenizer.json keeps the settings of whoever saved it
+    self.library.no_padding()
+    self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # there may be gaps
     self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
   def encode(self, text):
     return self.encode_documents([text])[0]
 
   def encode_documents(self, texts):
-    encode = self._tokenizer.encode_batch_fast
+    encode = self.library.encode_batch_fast
     return [np.array(encoding.ids, self.dtype)
             for group in _groups(texts) for encoding in encode(group, add_special_tokens=False)]
 
   def decode(self, ids):
-    return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+    return self.library.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
 
   def save(self, path):
     path.write_bytes(self.model)
