@@ -22,8 +22,10 @@ run end_to_end/test_determinism.py
 run end_to_end/test_preemption.py
 run end_to_end/test_kill9.py
 run end_to_end/test_convergence.py
+run end_to_end/test_decode.py --at_least=0.4 # whoever runs this may have company
+run end_to_end/test_convert.py
 run end_to_end/test_tflops.py
-run end_to_end/test_startup.py --slack=3 # whoever runs this may have company
+run end_to_end/test_startup.py --slack=3 # as above
 
 echo "$passed passed, failed:${failed:- none}"
 [ -z "$failed" ]
