@@ -176,26 +176,30 @@ class Scorer:
         rows.append(row)
       row.requests.append((i, len(inputs) - len(target), target))
 
-    scores, waiting, lengths, groups = [None] * len(requests), collections.deque(), self.lengths(), {}
-    for row in sorted(rows, key=lambda row: len(row.inputs)):
-      groups.setdefault(next(n for n in lengths if n >= len(row.inputs)), []).append(row)
-    self.compile(params, groups)
-    for length, group in groups.items():
-      group.sort(key=Row.slots)
+    lengths = self.lengths()
+    rows = [(next(n for n in lengths if n >= len(row.inputs)), row) for row in rows]
+    rows.sort(key=lambda pair: (pair[0], pair[1].slots()), reverse=True)
+    batches = []
+    while rows:  # the longest row decides; so only the last batch is not full
+      length = rows[0][0]
       count = self.batch_rows(length)
-      for first in range(0, len(group), count):
-        if self.stop():
-          raise Interrupted
-        waiting.append(self._dispatch(params, length, count, group[first:first + count]))
-        while len(waiting) > self.in_flight:
-          collect(*waiting.popleft(), scores)
+      batches.append((length, [row for _, row in rows[:count]]))
+      rows = rows[count:]
+    self.compile(params, [length for length, _ in batches])
+    scores, waiting = [None] * len(requests), collections.deque()
+    for length, batch in batches:
+      if self.stop():
+        raise Interrupted
+      waiting.append(self._dispatch(params, length, batch))
+      while len(waiting) > self.in_flight:
+        collect(*waiting.popleft(), scores)
     while waiting:
       collect(*waiting.popleft(), scores)
     return scores, cut
 
-  def _dispatch(self, params, length, count, rows):
+  def _dispatch(self, params, length, rows):
     """(rows, the arrays that score_step() makes of a batch of them)."""
-    piece = self.piece(length)
+    count, piece = self.batch_rows(length), self.piece(length)
     tokens_bt, positions_bt, segments_bt = np.zeros((3, count, length), np.int32)
     at_bk, targets_bk = np.zeros((2, count, -(-length // piece) * piece), np.int32)
     for b, row in enumerate(rows):
