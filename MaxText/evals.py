@@ -150,7 +150,7 @@ class Scorer:
     """Begins to compile score_step for rows of these lengths, side by side."""
     pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
     with sharding.use(self.mesh, self.cfg.logical_axis_rules):
-      for length in sorted(set(lengths) - set(self.compiled)):
+      for length in sorted(set(lengths) - set(self.compiled), reverse=True):  # as they are needed
         rows, piece = self.batch_rows(length), self.piece(length)
         step = functools.partial(score_step, self.cfg, self.graph, piece)
         ids, slots = (jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=self.by_row)
