@@ -283,7 +283,8 @@ def read_rows(cfg, path, keys):
   return rows
 
 
-def non_empty(request, path, number):
+def require_target(request, path, number):
+  """The request. Raises DataError, naming the row, when nothing is left to be scored."""
   if not len(request.target):
     raise errors.DataError(f"{path}:{number}: what should follow has no token of its own. Mend or drop the row.")
   return request
@@ -299,7 +300,7 @@ def lambada(cfg, words, path):
     parts = row["text"].translate(QUOTES).rsplit(None, 1)
     if len(parts) != 2:
       raise errors.DataError(f"{path}:{number}: text has no last word after another one. Mend or drop the row.")
-    requests.append(non_empty(encode_pair(cfg, words, parts[0].strip(), f" {parts[1]}"), path, number))
+    requests.append(require_target(encode_pair(cfg, words, parts[0].strip(), f" {parts[1]}"), path, number))
 
   def evaluate(scorer, params):
     scores, cut = scorer.score(params, requests)
@@ -341,7 +342,7 @@ def choose(cfg, words, path, rows):
 
   The characters are those of the choice without its one space in front (acc_norm of lm-evaluation-harness).
   """
-  requests = [non_empty(encode_pair(cfg, words, row["query"], option), path, number)
+  requests = [require_target(encode_pair(cfg, words, row["query"], option), path, number)
               for number, row in rows for option in row["choices"]]
 
   def evaluate(scorer, params):
