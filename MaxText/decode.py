@@ -231,7 +231,7 @@ class Decoder:
   def _batch(self, rows, room, most, prompts, seeds, watch):
     """Continuations of at most `rows` prompts of at most `room` tokens."""
     with sharding.use(self.opened.mesh, self.opened.cfg.logical_axis_rules):
-      steps, params = self._compile(rows, room, -(-most // CHUNK) * CHUNK), self.opened.params
+      steps, params = self.compile(rows, room, -(-most // CHUNK) * CHUNK), self.opened.params
       clock = time.perf_counter()
       count, width = len(prompts), -(-max(map(len, prompts)) // CHUNK) * CHUNK
       inputs = np.zeros((3, rows, width), np.int32)  # tokens, positions, segments
@@ -267,7 +267,7 @@ class Decoder:
     return [Continuation(tokens[row, :n], logprobs[row, :n], bool(tokens[row, n - 1] == eos))
             for row, n in enumerate(lengths[:count])]
 
-  def _compile(self, rows, room, width):
+  def compile(self, rows, room, width):
     """{name: compiled step} for `rows` rows, prompts of at most `room` and continuations of at most `width` tokens."""
     if (rows, room, width) in self.compiled:
       return self.compiled[rows, room, width]

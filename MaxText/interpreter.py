@@ -4,6 +4,7 @@
 Standard library only, and no syntax newer than Python 3.8: the system's Python has to get through it.
 """
 
+import contextlib
 import glob
 import importlib.util
 import os
@@ -62,10 +63,10 @@ def start(**options):
   if os.environ.get("JAX_PLATFORMS") == "cpu" and sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-  with errors.as_exit_codes():
+  with errors.as_exit_codes(), contextlib.redirect_stdout(sys.stderr if options.get("reopen") else sys.stdout):
     cfg = pyconfig.load(sys.argv[1:], **options)
     topology.set_environment(cfg)
-  return cfg
+  return cfg  # where a run is reopened, standard output is for what is asked of it alone
 
 
 def seconds_since_start():

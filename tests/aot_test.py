@@ -69,7 +69,7 @@ mesh = sharding.make_mesh(cfg, devices)
 with sharding.use(mesh, cfg.logical_axis_rules):
   graph, params = model.abstract_parameters(cfg, mesh)
   opened = decode.Opened(cfg, mesh, graph, params, None, None)
-  steps = decode.Decoder(opened)._compile(8, 128, 64)
+  steps = decode.Decoder(opened).compile(8, 128, 64)
 donated = steps["advance"].memory_analysis().alias_size_in_bytes
 cache = steps["begin"].memory_analysis().output_size_in_bytes
 print(cfg.attention, donated >= cache > 0)
