@@ -403,8 +403,12 @@ class ParameterWriter:
   def write(self, name, layer, value):
     """Writes parameter `name` ("layers/mlp/wu_em"), whole or with `layer` not None that of one layer."""
     array = self._arrays[f"params/{name}"]
+    array = array if layer is None else array[layer]
+    rows = array.chunk_layout.write_chunk.shape[0]
     with _one_line(errors.StorageError, f"{self._directory} cannot be written"):
-      (array if layer is None else array[layer]).write(value).result()
+      for start in range(0, len(value), rows):  # at once, a copy of all chunks would stand in memory
+        end = min(start + rows, len(value))
+        array[start:end].write(value[start:end]).result()
 
   def __enter__(self):
     return self

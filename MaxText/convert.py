@@ -113,8 +113,9 @@ META = (
     ("layers.{}.feed_forward.w2.weight", "layers/mlp/wd_me", "linear"),
 )
 TABLES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "gemma": LLAMA, "gpt2": GPT2}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-                 "qwen3": "Qwen3ForCausalLM", "gemma": "GemmaForCausalLM", "gpt2": "GPT2LMHeadModel"}  # fmt: skip
+# What a run leaves as. Mistral's maths and names are Llama's.
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+                 "gemma": "GemmaForCausalLM", "gpt2": "GPT2LMHeadModel"}  # fmt: skip
 # Buffers that some files hold and no computation here needs.
 SURPLUS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|rope\.freqs|attn\.bias|attn\.masked_bias)")
 
@@ -175,6 +176,7 @@ def from_config(config, where):
                                f"{' or '.join(json.dumps(x) for x in allowed)}. Another model, or a fork of model.py.")
 
   must("model_type", *TABLES)
+  must("quantization_config", None)
   family = config["model_type"]
   try:
     if family == "gpt2":
@@ -202,22 +204,26 @@ def from_config(config, where):
         "max_target_length": min(LONGEST, config.get("max_position_embeddings", LONGEST))}
   except KeyError as error:
     raise errors.ConfigError(f"{where} has no {error}, which a {family} config has. Get the file anew.") from error
-  if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (1.0, None):
-    raise errors.ConfigError(f"{where}: partial_rotary_factor={rope.get('partial_rotary_factor')} is not offered here.")
+  except (TypeError, ZeroDivisionError) as error:
+    raise errors.ConfigError(f"{where} has a size that is none: {error}. Get the file anew.") from error
+  partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+  if partial != 1.0:
+    raise errors.ConfigError(f"{where}: partial_rotary_factor={partial} is not offered here, only 1.0. Another model, "
+                             "or a fork of model.py.")
   kind = rope.get("rope_type", rope.get("type", "default"))
   if kind != "default":
     if kind not in pyconfig.CHOICES["rope_scaling"]:
       raise errors.ConfigError(f"{where}: rope_type={json.dumps(kind)} is not offered here, only linear and llama3.")
     keys |= {"rope_scaling": kind} | {ours: rope[theirs] for ours, theirs in SCALING.items() if theirs in rope}
   if family == "gemma":
+    must("use_bidirectional_attention", False, None)
     must("hidden_activation", "gelu_pytorch_tanh", None)
     must("hidden_act", "gelu", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
     keys |= {"norm_scale_plus_one": True, "scale_embedding": True, "mlp_activations": ["gelu", "linear"]}
   else:
     must("hidden_act", "silu", default="silu")
-  window = config.get("sliding_window")
-  if window and (family == "mistral" or config.get("use_sliding_window")):  # up to there it hides nothing
-    keys["max_target_length"] = min(keys["max_target_length"], window)
+  if window_of(config):
+    keys["max_target_length"] = min(keys["max_target_length"], window_of(config))
   if family == "qwen2":
     keys["attention_bias"] = "qkv"
   elif family == "llama":
@@ -227,6 +233,12 @@ def from_config(config, where):
   if family == "qwen3":
     keys["use_qk_norm"] = True
   return keys
+
+
+def window_of(config):
+  """How many tokens the attention of a config.json sees, up to which its sliding window hides nothing; None for all."""
+  windowed = config["model_type"] == "mistral" or config.get("use_sliding_window")
+  return config.get("sliding_window", 4096) if windowed else None  # transformers' default
 
 
 def from_params(params, shapes, where):
@@ -241,6 +253,8 @@ def from_params(params, shapes, where):
         "max_target_length": LONGEST, "logits_via_embedding": "output.weight" not in shapes}
   except KeyError as error:
     raise errors.ConfigError(f"{where} or its tensors have no {error}: no Llama of Meta. Check the folder.") from error
+  except (TypeError, ZeroDivisionError) as error:
+    raise errors.ConfigError(f"{where} has a size that is none: {error}. Get the file anew.") from error
   if params.get("use_scaled_rope"):
     keys |= {"rope_scaling": "llama3", "rope_scaling_factor": params.get("rope_scaling_factor", 8.0)}
   return keys
@@ -271,8 +285,6 @@ def to_config(cfg, family, dtype):
       config["hidden_activation"] = "gelu_pytorch_tanh"
     if family == "llama":
       config |= {"attention_bias": cfg.attention_bias == "all", "mlp_bias": cfg.mlp_bias}
-    if family == "mistral":
-      config["sliding_window"] = None
   return config | {"architectures": [ARCHITECTURES[family]], "model_type": family,
                    "tie_word_embeddings": cfg.logits_via_embedding, "dtype": dtype, "torch_dtype": dtype}
 
@@ -282,7 +294,7 @@ def family_of(cfg):
   ours = {key: getattr(cfg, key) for key in MODEL_KEYS}
   ours["position_embedding"] = cfg.position_embedding.replace("rope_interleaved", "rope")
   best = (-1, "")
-  for family in ("llama", "qwen2", "qwen3", "gemma", "gpt2"):
+  for family in ARCHITECTURES:
     base = pyconfig.base()
     said = {key: base[key] for key in MODEL_KEYS} | from_config(to_config(cfg, family, ""), family)
     same = [key for key in MODEL_KEYS if pyconfig.text(said[key]) == pyconfig.text(ours[key])]
@@ -306,6 +318,9 @@ class SafeTensors:
     with _readable(index):
       files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [
           file.name for file in sorted(folder.glob("*.safetensors"))]
+    if not files:
+      raise errors.DataError(f"{folder} has no .safetensors file. Other formats of Hugging Face are not read: let "
+                             "transformers save it anew.")
     for name in files:
       with _readable(folder / name), self._open(name) as file:
         for tensor in file.keys():
@@ -319,7 +334,11 @@ class SafeTensors:
 
   def read(self, tensor):
     with _readable(self.folder / self._files[tensor]), self._open(self._files[tensor]) as file:
-      return file.get_tensor(tensor)
+      x = file.get_tensor(tensor)
+    if x.dtype not in (np.float16, ml_dtypes.bfloat16, np.float32):
+      raise errors.DataError(f"{self.folder / self._files[tensor]}: tensor {tensor} is of {x.dtype}, and only float16, "
+                             "bfloat16 and float32 are read. Get the model unquantized.")
+    return x
 
 
 class MetaTensors:
@@ -327,8 +346,15 @@ class MetaTensors:
 
   def __init__(self, folder, width):
     self._shards = [read_pickle(file) for file in sorted(folder.glob("consolidated.*.pth"))]
+    if not self._shards:
+      raise errors.DataError(f"{folder} has no consolidated.*.pth beside its params.json. Get them anew.")
     self._width = width
     self.shapes = {}
+    for i, shard in enumerate(self._shards):
+      odd = [name for name, tensor in self._shards[0].items() if name not in shard or shard[name].shape != tensor.shape]
+      if odd:
+        raise errors.DataError(f"{folder}: part {i} of {len(self._shards)} has not the {odd[0]} of the first, with "
+                               f"shape {self._shards[0][odd[0]].shape}. Get the files anew.")
     for name, tensor in self._shards[0].items():
       shape = list(tensor.shape)
       if len(shape) == 2 and len(self._shards) > 1:
@@ -399,7 +425,7 @@ def read_pickle(file):
 
     with archive.open(f"{root}data.pkl") as stream:
       found = Unpickler(stream).load()
-  return {name: tensor for name, tensor in found.items() if isinstance(tensor, StoredTensor)}
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, StoredTensor)}
 
 
 @contextlib.contextmanager
@@ -441,6 +467,7 @@ def import_run(source, destination, arguments):
     keys = from_config(config, source / "config.json")
     reader, family = SafeTensors(source), config["model_type"]
     table = TABLES[family]
+  longest = None if table is META else window_of(config)
   partial = destination.with_name(f"{destination.name}.converting")
   shutil.rmtree(partial, ignore_errors=True)
   try:
@@ -449,6 +476,9 @@ def import_run(source, destination, arguments):
       if (source / name).exists():
         shutil.copyfile(source / name, partial / "tokenizer" / name)
     cfg = run_config(partial, destination, keys, arguments)
+    if longest and cfg.max_target_length > longest:
+      raise errors.ConfigError(f"max_target_length={cfg.max_target_length}: the model's sliding_window={longest} hides "
+                               f"what is further back, which is not offered here. Give at most {longest}.")
     write_parameters(cfg, partial / "checkpoints", reader, table, permute=table is META)
     text = pyconfig.as_yaml(cfg).replace(str(partial / "tokenizer"), str(destination / "tokenizer"))
     (partial / "config.yml").write_text(text)
@@ -508,7 +538,7 @@ def write_parameters(cfg, directory, reader, table, permute):
                                    f"make {name} with shape {shape}. The config is another model's.")
         x = to_ours(reader.read(tensor), shape, layout, *part)
         left.discard(tensor)
-        writer.write(name, layer, (halves(x, name) if permute else x).astype(ours[name].dtype))
+        writer.write(name, layer, (halves(x, name) if permute else x).astype(ours[name].dtype, copy=False))
     if cfg.logits_via_embedding:
       left -= {"lm_head.weight", "output.weight"}  # some files hold the tied weights twice
     surplus = sorted(name for name in left if not SURPLUS.fullmatch(name))
@@ -565,10 +595,11 @@ def export_folder(source, destination, arguments):
       f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
   partial = destination.with_name(f"{destination.name}.converting")
   shutil.rmtree(partial, ignore_errors=True)
+  from safetensors import SafetensorError
+  from safetensors.numpy import save_file
+
   try:
     partial.mkdir(parents=True)
-    from safetensors.numpy import save_file
-
     for name, shard in zip(names, shards, strict=True):
       save_file({tensor: make(tensor) for tensor in shard}, partial / name, metadata={"format": "pt"})
     if len(shards) > 1:
@@ -582,8 +613,9 @@ def export_folder(source, destination, arguments):
     (partial / "config.json").write_text(json.dumps(config, indent=1))
     (partial / "generation_config.json").write_text(json.dumps(edges, indent=1))
     partial.rename(destination)
-  except OSError as error:
-    raise errors.StorageError(f"{destination} cannot be written: {error.strerror}. Make room or allow it.") from error
+  except (OSError, SafetensorError) as error:
+    reason = getattr(error, "strerror", error)
+    raise errors.StorageError(f"{destination} cannot be written: {reason}. Make room or allow it.") from error
   finally:
     shutil.rmtree(partial, ignore_errors=True)
   return f"{destination}: {family}, {sum(map(size, sources)) / 1e6:,.1f} MB of {dtype.name} in {len(shards)} files"

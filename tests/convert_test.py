@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -194,11 +195,27 @@ DAMAGE = {
     "another scaling": (
         lambda f: write_config(f, rope_parameters={"rope_type": "yarn", "factor": 2.0}), errors.ConfigError, "yarn"),
     "no sizes": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), errors.ConfigError, "has no"),
+    "sizes of nothing": (
+        lambda f: write_config(f, num_attention_heads=0, head_dim=None), errors.ConfigError, "has a size that is none"),
+    "quantized weights": (
+        lambda f: change(f, **{"model.norm.weight": np.ones(16, np.int8)}), errors.DataError,
+        "model.norm.weight is of int8, and only float16, bfloat16 and float32 are read"),
+    "another format": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), errors.DataError, "no .safetensors file"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), errors.DataError, "config.json cannot be read"),
     "a file cut short": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]),
         errors.DataError, "model.safetensors cannot be read"),
 }
+
+
+def test_a_sliding_window_is_as_long_as_texts_may_be(tmp_path):
+  source = shutil.copytree(GOLDEN / "mistral", tmp_path / "source")
+  write_config(source, sliding_window=12)
+  with pytest.raises(errors.ConfigError, match="max_target_length=24: the model's sliding_window=12 hides"):
+    convert.main([str(source), str(tmp_path / "out"), "max_target_length=24"])
+  assert not (tmp_path / "out").exists()
+  assert convert.from_config(json.loads((source / "config.json").read_text()), "")["max_target_length"] == 12
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -212,14 +229,19 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line_and_leaves_nothing(da
   assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def save_pickle(path, content):
+  """A file as torch.save makes it, of content without tensors."""
+  with zipfile.ZipFile(path, "w") as archive:
+    archive.writestr("archive/data.pkl", pickle.dumps(content))
+
+
 def test_a_pickle_that_would_run_something_is_not_run(tmp_path):
   class Bomb:
     def __reduce__(self):
       return pathlib.Path.touch, (tmp_path / "boom",)
 
   shutil.copytree(GOLDEN / "meta", tmp_path / "source")
-  with zipfile.ZipFile(tmp_path / "source" / "consolidated.00.pth", "w") as archive:
-    archive.writestr("archive/data.pkl", pickle.dumps({"norm.weight": Bomb()}))
+  save_pickle(tmp_path / "source" / "consolidated.00.pth", {"norm.weight": Bomb()})
   with pytest.raises(errors.DataError, match="which is no tensor of 16 or 32 bits. Nothing was run"):
     convert.main([str(tmp_path / "source"), str(tmp_path / "out")])
   assert not (tmp_path / "boom").exists() and not (tmp_path / "out").exists()
@@ -237,6 +259,28 @@ def test_a_model_of_no_family_stays_a_run_and_the_reason_is_named(tmp_path):
   cfg = pyconfig.load(["run_name=x", *(f"{key}={value}" for key, value in keys.items())])
   with pytest.raises(errors.ConfigError, match="fails at attn_logits_soft_cap=30.0"):
     convert.family_of(cfg)
+
+
+@pytest.mark.parametrize("spoil, message", [
+    (lambda f: [file.unlink() for file in f.glob("*.pth")], "has no consolidated"),
+    (lambda f: save_pickle(f / "consolidated.01.pth", []), "consolidated.01.pth cannot be read"),
+    (lambda f: save_pickle(f / "consolidated.01.pth", {}), "part 1 of 2 has not the tok_embeddings.weight of"),
+])
+def test_incomplete_parts_of_metas_are_one_line(spoil, message, tmp_path):
+  spoil(shutil.copytree(GOLDEN / "meta", tmp_path / "source"))
+  with pytest.raises(errors.DataError, match=message):
+    convert.main([str(tmp_path / "source"), str(tmp_path / "out")])
+  assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_finds_no_room_is_not_left_half_made(runs, tmp_path, monkeypatch):
+  def full(*_, **__):
+    raise safetensors.SafetensorError("No space left on device")
+
+  monkeypatch.setattr(safetensors.numpy, "save_file", full)
+  with pytest.raises(errors.StorageError, match="out cannot be written: No space left on device. Make room"):
+    convert.main([str(runs("llama")), str(tmp_path / "out")])
+  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("argv, message", [
