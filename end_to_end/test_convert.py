@@ -108,7 +108,8 @@ def claim_memory(place, layers, vocab):
   limit = 2 * largest + 1e9
   runs.check(max(came, went) < limit, f"peak memory {came / 1e9:.2f} GB in, {went / 1e9:.2f} out: over the limit")
   return (f"{layers} layers of Llama-2-7B, vocabulary {vocab:,}: peak memory {came / 1e9:.2f} GB in and "
-          f"{went / 1e9:.2f} GB out (largest tensor {largest / 1e9:.2f} GB, so under {limit / 1e9:.2f}), every byte back")
+          f"{went / 1e9:.2f} GB out (largest tensor {largest / 1e9:.2f} GB, so under {limit / 1e9:.2f}), every byte "
+          "back")
 
 
 def claim_transformers(place, oracle):
