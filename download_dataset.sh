@@ -106,7 +106,8 @@ download() { # name, sha256, bytes, url: into folder/name, by way of folder/name
     if [ $code != 0 ]; then
       [ -s "$part" ] || rm -f "$part"
       reason=$(printf '%s' "$reason" | tail -n 1)
-      fail 4 "$url cannot be fetched (${reason:-${tool[0]} ended with $code}). Run again: it goes on where it stopped"
+      fail 4 "$url cannot be fetched (${reason:-${tool[0]} ended with $code}). Run again: it goes on where it stopped. \
+Or name a mirror: DATASET_URL=http://mirror/folder"
     fi
   fi
   if ! is_right "$part" "$2"; then

@@ -208,8 +208,9 @@ def load_given(path):
     content = file.read_bytes()
     if file.suffix == ".json":
       return _load_json(file, content)
-  except OSError as error:
-    reason = f"{getattr(error, 'filename', None) or file} cannot be read ({error.strerror})"
+  except (OSError, ImportError) as error:  # buckets give no strerror, and an ImportError where gcsfs is absent
+    said = getattr(error, "strerror", None) or f"{type(error).__name__} {error}".splitlines()[0]
+    reason = f"{getattr(error, 'filename', None) or file} cannot be read ({said})"
     raise ConfigError(f"tokenizer_path={path}: {reason}. Check the path.") from error
   with contextlib.suppress(RuntimeError):
     if content:
@@ -231,6 +232,7 @@ def _load_json(file, content):
       tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     if not tokenizer.get_vocab_size():
       raise ValueError("no tokens")
+    tokenizer.encode("\U00012000")  # some models fail only at a character they do not know, minutes into a corpus
     edges = {f"{edge}_id": _find_edge(tokenizer, file.parent, edge) for edge in USUAL}
   except (OSError, ConfigError):
     raise

@@ -158,7 +158,7 @@ def test_a_file_of_the_user_is_not_overwritten(download, server):
 
 def test_an_absent_file_and_a_dead_server_are_one_line_and_exit_code_4(download, server):
   del server.files["dev.jsonl"]
-  assert refused(download("boolq", download.to), 4, "/data/dev.jsonl cannot be fetched", "404")
+  assert refused(download("boolq", download.to), 4, "/data/dev.jsonl cannot be fetched", "404", "DATASET_URL=")
   assert list(download.to.iterdir()) == []
   assert refused(download("boolq", download.to, url="http://127.0.0.1:9/x"), 4, "http://127.0.0.1:9/x/dev.jsonl cannot")
 

@@ -268,6 +268,8 @@ def test_a_folder_with_a_sentencepiece_model_gives_that(trained, tmp_path):
     ({"tokenizer.json": "[]"}, "no JSON object"),
     ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'}, "no tokens"),
     ({"tokenizer.json": '{"model": {"type": "New", "vocab": {}}}'}, "is no tokenizer of Hugging Face or damaged"),
+    ({"tokenizer.json": '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}}'}, "Missing .UNK"),
+    ({"tokenizer.json": '{"model": {"type": "Unigram", "vocab": [["a", -1.0]]}}'}, "`unk_id` is missing"),
     ({"tokenizer.model": ""}, r"tokenizer\.model is no SentencePiece model"),
     ({"tokenizer.model": "IQ== 0\nIg== 1\n"}, "Give one, or a tokenizer.json, which Llama 3 has too"),
     ({"vocab.json": '{"a": 0}'}, r"merges\.txt cannot be read \(No such file"),
@@ -284,6 +286,22 @@ def test_a_folder_without_a_usable_tokenizer_is_explained_in_one_line(tmp_path, 
   with pytest.raises(ConfigError, match=message) as error:
     tokenizer.load_given(str(tmp_path))
   assert str(error.value).startswith(f"tokenizer_path={tmp_path}") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("error,message", [
+    (OSError("Forbidden: bucket/o\nno"), "OSError Forbidden: bucket/o"),
+    (FileNotFoundError("bucket/vocab.json"), "FileNotFoundError bucket/vocab.json"),
+    (ImportError("Please install gcsfs"), "ImportError Please install gcsfs"),
+])
+def test_a_bucket_that_refuses_is_explained_in_one_line(monkeypatch, error, message):
+  def refuse(_):
+    raise error
+
+  monkeypatch.setattr(type(tokenizer.epath.Path("gs://bucket/vocab.json")), "is_dir", refuse)
+  with pytest.raises(ConfigError) as raised:
+    tokenizer.load_given("gs://bucket/vocab.json")
+  assert str(raised.value) == ("tokenizer_path=gs://bucket/vocab.json: gs://bucket/vocab.json cannot be read "
+                               f"({message}). Check the path.")
 
 
 def llama_like(path):
