@@ -5,6 +5,8 @@
 #
 #   bash end_to_end/run_all.sh [RESULTS.jsonl]     a line of JSON of each test is added to that file
 #
+# EVAL_DATA: a folder with the evaluation files that test_evals.py reads; without it that test is left out.
+#
 # Prints PASS or FAIL and figures of each, then how many. Exit code: 1 if one failed.
 
 set -u
@@ -24,6 +26,7 @@ run end_to_end/test_kill9.py
 run end_to_end/test_convergence.py
 run end_to_end/test_decode.py --at_least=0.4 # whoever runs this may have company
 run end_to_end/test_convert.py
+if [ -n "${EVAL_DATA:-}" ]; then run end_to_end/test_evals.py --data="$EVAL_DATA"; fi
 run end_to_end/test_tflops.py
 run end_to_end/test_startup.py --slack=3 # as above
 
