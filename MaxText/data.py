@@ -435,7 +435,7 @@ def _request(cfg):
 def _prepare(cfg, request):
   """The corpus from data_cache_dir when the same files (names, sizes, times) were prepared before, else made now."""
   files = sources.SOURCES[cfg.dataset_type](cfg.dataset_path)
-  eval_files = sources.text(cfg.eval_dataset_path) if cfg.eval_dataset_path else None
+  eval_files = sources.text(cfg.eval_dataset_path, "eval_dataset_path") if cfg.eval_dataset_path else None
   given = tokenizer.load_given(cfg.tokenizer_path) if cfg.tokenizer_path else None
   if not cfg.data_cache_dir:
     return _build(request, files, eval_files, given, None)

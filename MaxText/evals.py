@@ -365,7 +365,7 @@ def perplexity(cfg, words, path):
   across tokenizers.
   """
   if path:
-    texts = list(sources.documents(sources.text(path), 0))[:cfg.max_eval_task_rows or None]
+    texts = list(sources.documents(sources.text(path, "eval_tasks"), 0))[:cfg.max_eval_task_rows or None]
     begin = [words.bos_id] if cfg.add_bos and words.bos_id >= 0 else []
     end = [words.eos_id] if cfg.add_eos and words.eos_id >= 0 else []
     documents = [np.array([*begin, *ids, *end], np.int32) for ids in words.encode_documents(texts)]

@@ -46,22 +46,22 @@ def stdlib(_path):
                   " Set dataset_type=text and dataset_path to files of your own.")
 
 
-def text(path):
-  """Files named by `path`: files, folders (recursive) and globs, comma separated. Raises DataError."""
+def text(path, key="dataset_path"):
+  """Files named by `path`, the value of `key`: files, folders (recursive), globs, comma separated. Raises DataError."""
   files = []
   for entry in filter(None, path.split(",")):
     found = [entry] if os.path.exists(entry) else sorted(glob.glob(entry, recursive=True))
     if not found:
-      raise DataError(f"dataset_path={entry}: no such file, folder or match in {os.getcwd()}. Check the path.")
+      raise DataError(f"{key}={entry}: no such file, folder or match in {os.getcwd()}. Check the path.")
     for one in found:
       if os.path.isdir(one):
         files += _walk(one, READERS, set())
       elif os.path.splitext(one)[1] in READERS:
         files.append(one)
       elif one == entry:  # a glob may well match other files
-        raise DataError(f"dataset_path={entry}: only {' '.join(READERS)} files can be read. Convert it.")
+        raise DataError(f"{key}={entry}: only {' '.join(READERS)} files can be read. Convert it.")
   if not files:
-    raise DataError(f"dataset_path={path}: holds no {' '.join(READERS)} file. Give another.")
+    raise DataError(f"{key}={path}: holds no {' '.join(READERS)} file. Give another.")
   return Files(path, tuple(dict.fromkeys(files)), 0)
 
 
