@@ -87,8 +87,8 @@ def open_run(cfg):
 
 
 def compute_type(cfg, path, shape):
-  """`shape` of a parameter in the type in which einsum() would cast it in every step, if it is such a one."""
-  return shape.update(dtype=cfg.dtype) if path[-1].key.startswith("w") else shape
+  """`shape` of a parameter in the type to which every step would cast it, if it is such a one: matrices and tables."""
+  return shape.update(dtype=cfg.dtype) if path[-1].key.startswith(("w", "embedding", "position")) else shape
 
 
 # --- On device: pure functions of (params, state) --------------------------------------------------------------------

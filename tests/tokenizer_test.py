@@ -170,8 +170,12 @@ def byte_level_bpe(text, special):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """A folder as the hub has them: tokenizer.json, saved with truncation, and tokenizer_config.json."""
+  """A folder as the hub has them: tokenizer.json, saved with truncation and adding BOS, and tokenizer_config.json."""
+  import tokenizers
+
   made = byte_level_bpe(Path(__file__).read_text(), ["<pad>", "<|start|>", "<|stop|>"])
+  made.post_processor = tokenizers.processors.TemplateProcessing(
+      single="<|start|> $A", special_tokens=[("<|start|>", 1)])
   made.enable_truncation(5)
   made.enable_padding(length=9)
   path = tmp_path_factory.mktemp("folder")
@@ -188,6 +192,7 @@ def test_a_hugging_face_tokenizer_round_trips_hard_texts_and_is_loaded_with_its_
   for text, ids in zip(HARD, words.encode_documents(HARD), strict=True):
     assert words.decode(ids) == text.replace("<pad>", "")
     assert words.encode(text).tolist() == ids.tolist()
+    assert 1 not in ids and 2 not in ids, "BOS and EOS are the data room's to add"
   words.save(tmp_path / "tokenizer.model")
   again = tokenizer.load("huggingface", tmp_path / "tokenizer.model")
   assert vars(again).keys() == vars(words).keys()
