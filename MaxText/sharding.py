@@ -24,6 +24,9 @@ def start(cfg, log=sys.stdout):
 
   Raises ConfigError when cfg does not fit the devices, or the platform asked for is not there.
   """
+  if cfg.compile_topology:
+    raise errors.ConfigError(f"compile_topology={cfg.compile_topology} is for compiling ahead of time. Leave it out: "
+                             "this runs on the devices it finds.")
   if cfg.jax_cache_dir:
     jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -351,9 +351,6 @@ def memory_errors_explained(cfg):
 def main(cfg):
   """Trains as `cfg` (loaded, not yet resolved) says. Raises errors.RunError for what a user can mend."""
   signals = Signals()
-  if cfg.compile_topology:
-    raise errors.ConfigError(f"compile_topology={cfg.compile_topology} is for compiling ahead of time. Leave it out: "
-                             "training runs on the devices it finds.")
   cfg, mesh = sharding.start(cfg)
   with sharding.use(mesh, cfg.logical_axis_rules), diagnostics.stack_traces(cfg), memory_errors_explained(cfg):
     run = Run(cfg, mesh, signals)
