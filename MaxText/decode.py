@@ -340,9 +340,12 @@ def encode(opened, text):
 
 
 def read_prompts(cfg):
-  """The texts to continue: those of prompt_file, else the one in prompt. Raises DataError."""
+  """The texts to continue: those of prompt_file, else the one in prompt. Raises DataError.
+
+  Half a surrogate pair, which JSON and command lines can spell and no encoder takes, becomes U+FFFD.
+  """
   if not cfg.prompt_file:
-    return [cfg.prompt]
+    return [whole(cfg.prompt)]
   path, prompts = cfg.prompt_file, []
   try:
     lines = epath.Path(path).read_text().split("\n")
@@ -359,10 +362,14 @@ def read_prompts(cfg):
         line = None
       if not isinstance(line, str):
         raise errors.DataError(f'{path} line {number} is no {{"prompt": "text"}}. Correct it.')
-    prompts.append(line)
+    prompts.append(whole(line))
   if not prompts:
     raise errors.DataError(f"prompt_file={path} has no text in it. Write one prompt a line.")
   return prompts
+
+
+def whole(text):
+  return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def continuation_text(words, prompt, tokens):

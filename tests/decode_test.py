@@ -340,6 +340,13 @@ def test_a_bad_prompt_file_is_one_line(tmp_path, name, content, message):
   assert message in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
+def test_half_a_character_in_a_prompt_is_replaced(tmp_path):
+  (tmp_path / "a.jsonl").write_text('{"prompt": "a\\ud800b \\ud83d\\ude00"}\n')
+  cfg = pyconfig.load([f"prompt_file={tmp_path}/a.jsonl"], need_run_name=False)
+  assert decode.read_prompts(cfg) == ["a\ufffdb \U0001f600"]
+  assert decode.read_prompts(pyconfig.load(["prompt=a\udcffb"], need_run_name=False)) == ["a\ufffdb"]
+
+
 def test_the_command_ends_with_the_documented_exit_codes(runs):
   environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 
