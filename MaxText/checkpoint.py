@@ -465,13 +465,14 @@ def load_full_state(path, abstract_state):
   return loaded
 
 
-def sound_checkpoint(path, what):
-  """The directory of the checkpoint meant by `path`, `what` in messages, as load_parameters takes it.
+def sound_checkpoint(path, what, hint=LOAD_HINT):
+  """The directory of the checkpoint meant by `path`, `what` in messages and `hint` their way out, as load_parameters
+  takes it.
 
   Only looks: a damaged one is passed over, not renamed. Raises CheckpointError.
   """
   root, candidates, reasons = _path(path), [], []
-  with _one_line(errors.CheckpointError, f"{what} cannot be read", LOAD_HINT):
+  with _one_line(errors.CheckpointError, f"{what} cannot be read", hint):
     for parent in (root / "checkpoints", root):
       steps = sorted(_steps(parent, _is_remote(path), sound=False), reverse=True)
       candidates = candidates or [parent / str(step) for step in steps]
@@ -485,7 +486,7 @@ def sound_checkpoint(path, what):
       reasons.append(f"step {step.name}: {damage}")
       _warn(f"{step} is damaged ({damage}), passed over")
   why = f"holds no sound checkpoint ({reasons[0]})" if reasons else "holds no checkpoint"
-  raise errors.CheckpointError(f"{what} {why}. {LOAD_HINT}")
+  raise errors.CheckpointError(f"{what} {why}. {hint}")
 
 
 def _read(step, abstract, hint, part="", cast=False):

@@ -17,6 +17,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import glob
 import json
 import math
 import time
@@ -29,7 +30,7 @@ from etils import epath
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from MaxText import checkpoint, data, diagnostics, errors, model, sharding, tokenizer
+from MaxText import checkpoint, data, diagnostics, errors, model, pyconfig, sharding, tokenizer
 
 CHUNK = 64  # tokens that one call of prefill appends: prompts of any length run the same compiled step
 FIRST_LOOK = 8  # tokens until what has been decoded is looked at, and then as many as take so long:
@@ -70,7 +71,10 @@ def open_run(cfg):
         path = cfg.load_parameters_path
         found = checkpoint.sound_checkpoint(path, f"load_parameters_path={path}")
       elif cfg.run_name:
-        found = checkpoint.sound_checkpoint(cfg.run_directory, f"run_name={cfg.run_name}: {cfg.run_directory}")
+        near = pyconfig.nearest(cfg.run_name, runs_in(cfg.base_output_directory))
+        hint = f"Train it first, or name another run.{near}"
+        what = f"run_name={cfg.run_name}: {cfg.run_directory}"
+        found = checkpoint.sound_checkpoint(cfg.run_directory, what, hint)
       if found:
         params = checkpoint.read_parameters(found, abstract)
       else:
@@ -84,6 +88,11 @@ def open_run(cfg):
       raise errors.ConfigError(f"vocab_size={cfg.vocab_size}: the tokenizer has {words.vocab_size} pieces. Give the "
                                "tokenizer that the model was trained with as tokenizer_path.")
   return Opened(cfg, mesh, graph, params, words, found)
+
+
+def runs_in(directory):
+  """Names of the runs with checkpoints in a local directory."""
+  return [os.path.basename(os.path.dirname(path)) for path in glob.glob(f"{glob.escape(directory)}/*/checkpoints")]
 
 
 def compute_type(cfg, path, shape):

@@ -313,7 +313,8 @@ def test_random_weights_come_with_a_warning(runs, capsys):
 
 
 @pytest.mark.parametrize("argv, kind, message", [
-    (["run_name=other"], errors.CheckpointError, "run_name=other: .*other holds no checkpoint"),
+    (["run_name=other"], errors.CheckpointError, "run_name=other: .*other holds no checkpoint. Train it first"),
+    (["run_name=mime"], errors.CheckpointError, "Did you mean mine"),
     (["load_parameters_path=tests"], errors.CheckpointError, "load_parameters_path=tests holds no checkpoint"),
     (["run_name=mine", "base_emb_dim=64"], errors.ConfigError,
      r"embedding_ve as float32\(320, 32\), this config as .*\(320, 64\)"),
