@@ -639,7 +639,7 @@ def export_tokenizer(cfg, step, folder):
     words.save(folder / "tokenizer.model")
     names |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
   else:
-    made = words.library if kind == "huggingface" else bpe_of(words)
+    made = words.backend if kind == "huggingface" else bpe_of(words)
     (folder / "tokenizer.json").write_text(made.to_str(pretty=True))
     names |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     names |= {f"{edge}_token": made.id_to_token(getattr(words, f"{edge}_id")) for edge in ("bos", "eos", "pad")

@@ -205,8 +205,8 @@ RANGES = _PARALLELISM | {
 
 # What a run's saved config says about the machine that trained and about a start from elsewhere: not what the run is.
 MACHINE_KEYS = {*_PARALLELISM, "attention", "compile_topology", "compile_topology_num_slices", "decode_output_file",
-                "eval_per_device_batch_size", "libtpu_init_args", "load_full_state_path", "per_device_batch_size",
-                "xla_flags"}
+                "eval_per_device_batch_size", "eval_tasks", "libtpu_init_args", "load_full_state_path",
+                "per_device_batch_size", "prompt_file", "xla_flags"}
 
 DATA_KEYS = ("dataset_type", "dataset_path", "eval_dataset_path")  # of use only with the run's own copy of its data
 

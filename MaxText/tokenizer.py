@@ -163,22 +163,22 @@ class HuggingFace:
     self.model = model
     self.fingerprint = hashlib.sha256(model).hexdigest()
     self.bos_id, self.eos_id, self.pad_id = (json.loads(edges)[name] for name in ("bos_id", "eos_id", "pad_id"))
-    self.library = tokenizers.Tokenizer.from_str(text.decode())
-    self.library.no_truncation()  # a tokenizer.json keeps the settings of whoever saved it
-    self.library.no_padding()
-    self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # there may be gaps
+    self.backend = tokenizers.Tokenizer.from_str(text.decode())
+    self.backend.no_truncation()  # a tokenizer.json keeps the settings of whoever saved it
+    self.backend.no_padding()
+    self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1  # there may be gaps
     self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
   def encode(self, text):
     return self.encode_documents([text])[0]
 
   def encode_documents(self, texts):
-    encode = self.library.encode_batch_fast
+    encode = self.backend.encode_batch_fast
     return [np.array(encoding.ids, self.dtype)
             for group in _groups(texts) for encoding in encode(group, add_special_tokens=False)]
 
   def decode(self, ids):
-    return self.library.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+    return self.backend.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
 
   def save(self, path):
     path.write_bytes(self.model)

@@ -247,6 +247,13 @@ def test_a_reopened_run_does_not_ask_for_the_machine_that_trained_it(saved):
   assert cfg.xla_flags == "" and cfg.mesh_shape == (1,) * 6 and cfg.eval_batch_size == 8
 
 
+def test_a_reopened_run_does_not_miss_files_that_only_its_training_needed(saved):
+  (saved / "config.yml").write_text(
+      (saved / "config.yml").read_text().replace("eval_tasks: []", 'eval_tasks: ["lambada:gone.jsonl"]'))
+  assert "gone.jsonl" in (saved / "config.yml").read_text()
+  assert pyconfig.load(["configs/base.yml", "run_name=mine"], reopen=True).eval_tasks == ()
+
+
 @pytest.mark.parametrize("inside", ["", "/checkpoints", "/checkpoints/7"])
 def test_parameters_from_elsewhere_come_with_the_config_of_their_run(tmp_path, saved, inside):
   moved = tmp_path / "elsewhere"

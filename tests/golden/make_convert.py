@@ -15,6 +15,7 @@ import shutil
 import numpy as np
 import torch
 import transformers
+from make import randomize
 
 HERE = pathlib.Path(__file__).with_name("convert")
 EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, VOCAB, LENGTH = 16, 4, 2, 8, 24, 2, 48, 24
@@ -36,18 +37,6 @@ CONFIGS = {
     "gpt2": transformers.GPT2Config(n_embd=32, n_head=4, n_inner=MLP, n_layer=LAYERS, vocab_size=VOCAB,
                                     n_positions=LENGTH, bos_token_id=1, eos_token_id=2),
 }  # fmt: skip
-
-
-def randomize(model):
-  """Weights large enough that every part of the model shows in the logits."""
-  for name, p in model.named_parameters():
-    noise = torch.randn(p.shape)
-    if p.ndim == 1:
-      p.data = 0.3 * noise + (1.0 if name.endswith("weight") else 0.0)
-    else:
-      p.data = noise / (2.0 if "embed" in name or "wte" in name else p.shape[-1] ** 0.5)
-    p.data = p.data.bfloat16().float()
-  return model.eval()
 
 
 def pairs(weight, heads):
