@@ -717,8 +717,8 @@ def validate_together(v):
        f"{these('load_parameters_path', 'load_full_state_path')} exclude each other. Give one.")
   need(not v["stack_trace_to_cloud"] or v["collect_stack_trace"],
        "stack_trace_to_cloud=true needs collect_stack_trace=true.")
-  need(re.fullmatch(r"([A-Za-z0-9]+(-[A-Za-z0-9]+)*)?", v["compile_topology"]),
-       f"{these('compile_topology')} must be a name such as v5e-256 or h100-8.")
+  need(re.fullmatch(r"([A-Za-z0-9]+([-:][A-Za-z0-9]+)*)?", v["compile_topology"]),
+       f"{these('compile_topology')} must be a name such as v5e-256, v5e:16x16 or h100-8.")
   if not os.path.isdir(v["run_directory"]):  # an existing run has stored what it read
     keys = ["load_parameters_path", "load_full_state_path", "tokenizer_path"]
     inputs = [(key, v[key]) for key in keys]

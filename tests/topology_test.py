@@ -15,14 +15,17 @@ SIZES = {  # devices and hosts of one slice
     "v4-8": (4, 1), "v4-128": (64, 16), "v4-384": (192, 48), "v4-4096": (2048, 512), "v5p-8": (4, 1),
     "v5p-2048": (1024, 256), "v5e-1": (1, 1), "v5e-4": (4, 1), "v5e-256": (256, 64), "v5litepod-256": (256, 64),
     "v6e-8": (8, 2), "tpu7x-2": (2, 1), "tpu7x-8": (8, 1), "tpu7x-128": (128, 16), "h100-8": (8, 1), "h200-1": (1, 1),
-    "b200-16": (16, 2),
+    "b200-16": (16, 2), "a100-40gb-8": (8, 1), "v5p-12288": (6144, 1536), "v4-640": (320, 80), "v7x-8": (8, 1),
+    "v7-16": (16, 2), "ironwood-128": (128, 16), "v5e:16x16": (256, 64), "v4:4x4x12": (192, 48), "v4:4x8x12": (384, 96),
+    "v5p:4x4x4": (64, 16), "tpu7x:2x2x1": (8, 1), "v7x:1x1x1": (2, 1),
 }  # fmt: skip
 
 
 def python(code, **environment):
   """Stdout of `code` in a new process that knows only `environment`."""
   keep = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
-  return subprocess.run([sys.executable, "-c", code], env=keep | {"PYTHONPATH": os.getcwd()} | environment, check=True,
+  path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+  return subprocess.run([sys.executable, "-c", code], env=keep | {"PYTHONPATH": path} | environment, check=True,
                         text=True, capture_output=True).stdout.strip()
 
 
@@ -103,16 +106,21 @@ def test_targets_have_their_devices_and_hosts(name):
   devices, hosts = SIZES[name]
   records = topology.target(name, 2)
   assert len(records) == 2 * devices
-  assert {d.slice_index for d in records} == {0, 1}
   assert {d.process_index for d in records} == set(range(2 * hosts))
   assert [d.id for d in records] == list(range(2 * devices))
-  assert {d.platform for d in records} == {"gpu" if name[0] in "hb" else "tpu"}
+  gpu = name[0] in "ahb"
+  assert {d.platform for d in records} == {"gpu" if gpu else "tpu"}
+  assert {d.slice_index for d in records} == set(range(2 * hosts if gpu else 2))  # jax: what NVLink connects is a slice
   assert {d.device_kind for d in records} <= set(topology.DEVICE_KINDS)
 
 
 @pytest.mark.parametrize("name, says", [
     ("v5e-255", "Sizes: 1, 4, 8"), ("v5e-512", "Sizes"), ("v4-6", "Sizes: 8, 16"), ("h100-9", "multiples of 8"),
-    ("v5-256", "v5e-256"), ("v7-8", "Did you mean"), ("v5e", "Families"), ("", "Families"), ("v5e-0", "Sizes"),
+    ("v5-256", "v5e-256"), ("v5e", "Families"), ("", "Families"), ("v5e-0", "Sizes"), ("v6-8", "Did you mean v6e-8"),
+    ("v4-8200", "multiples of 128 up to 8192"), ("h100-pcie-8", "Did you mean h100-8"), ("h100:8", "h100-8"),
+    ("v5e:32x32", "Nearest in chips: v5e:16x16, v5e:8x16"), ("v4:4x12x4", "Nearest in chips: v4:4x4x12"),
+    ("v4:4x4x6", "v4:4x4x8"), ("v4:16x16x20", "v4:16x16x16"), ("v5e:16x", "v5e:1x1"), ("v5p:16x16", "v5p:4x8x8"),
+    ("v5e:2x4x1", "v5e:2x4"),
 ])  # fmt: skip
 def test_a_target_that_does_not_exist_is_refused_in_one_line(name, says):
   with pytest.raises(errors.ConfigError, match=says) as caught:
