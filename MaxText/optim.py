@@ -28,6 +28,14 @@ def learning_rate(cfg, step):
   return cfg.learning_rate * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
+HYPER = ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "update_rms_cap", "clip_norm", "skip_norm")
+
+
+def abstract_hyper():
+  """Shapes and types of hyper(), which are those of every config."""
+  return {name: jax.ShapeDtypeStruct((), np.float32) for name in HYPER}
+
+
 def hyper(cfg, step):
   """The step's scalars, inputs of the compiled step: a changed schedule or optimizer constant compiles nothing anew."""
   return jax.tree.map(np.float32, {
@@ -70,7 +78,7 @@ def apply(cfg, grads, opt_state, params, hyper):
 
   def new_param(path, param, update):
     names = [key.key for key in path]
-    if cfg.update_rms_cap:  # layers are stacked, but each is a parameter of its own
+    if cfg.has_update_rms_cap:  # layers are stacked, but each is a parameter of its own
       axes = tuple(range(1 if names[0] == "layers" else 0, update.ndim))
       rms = jnp.sqrt(jnp.mean(jnp.square(update), axis=axes, keepdims=True))
       update = update / jnp.maximum(1.0, rms / hyper["update_rms_cap"])

@@ -71,7 +71,6 @@ GONE_KEYS = {
     "aqt_rng_type": (("jax.uniform",), _INT8),
     "aqt_use_dummy_static_bound": (("false",), _INT8),
     "aqt_use_fwd_quant": (("false",), _INT8),
-    "compiled_trainstep_file": (("",), "compiled steps are not loaded yet; jax_cache_dir keeps what was compiled"),
     "data_sharding": ((), 'the "batch" rule of logical_axis_rules shards the data'),
     "dataset_name": ((), _TFDS),
     "decoder_block": ((), "each part of the block has its own key, see Model in configs/base.yml"),
@@ -204,9 +203,9 @@ RANGES = _PARALLELISM | {
 }
 
 # What a run's saved config says about the machine that trained and about a start from elsewhere: not what the run is.
-MACHINE_KEYS = {*_PARALLELISM, "attention", "compile_topology", "compile_topology_num_slices", "decode_output_file",
-                "eval_per_device_batch_size", "eval_tasks", "libtpu_init_args", "load_full_state_path",
-                "per_device_batch_size", "prompt_file", "xla_flags"}
+MACHINE_KEYS = {*_PARALLELISM, "attention", "compile_topology", "compile_topology_num_slices",
+                "compiled_trainstep_file", "decode_output_file", "eval_per_device_batch_size", "eval_tasks",
+                "libtpu_init_args", "load_full_state_path", "per_device_batch_size", "prompt_file", "xla_flags"}
 
 DATA_KEYS = ("dataset_type", "dataset_path", "eval_dataset_path")  # of use only with the run's own copy of its data
 
@@ -269,6 +268,22 @@ class Config:
         raise ConfigError(f"unknown key {key}={show(value)}.{nearest(key, given)} All keys: configs/base.yml")
       given[key] = typed(key, value if isinstance(value, (list, tuple)) else text(value), given[key])
     return Config(expand(given, values), self.facts)
+
+
+class Recorded:
+  """Stands for a Config while a step is traced, and keeps in `reads` every value that was read: what shapes the step.
+
+  Equal only to itself, unlike a Config, so that jax takes nothing it has traced for an equal config: that would be read
+  by nobody.
+  """
+
+  def __init__(self, cfg):
+    self._cfg, self.reads = cfg, {}
+
+  def __getattr__(self, name):
+    value = getattr(self._cfg, name)
+    self.reads[name] = value
+    return value
 
 
 # --- Load ----------------------------------------------------------------------------------------------------------
@@ -640,8 +655,8 @@ def note(line):
 def derive(given):
   """All values: those given, with -1, 0.0 and "~" replaced by what they stand for, and those that follow from them."""
   v = dict(given)
-  for key in ("base_output_directory", "jax_cache_dir", "data_cache_dir", "metrics_file", "tokenizer_path",
-              "prompt_file", "decode_output_file", "load_parameters_path", "load_full_state_path"):
+  for key in ("base_output_directory", "jax_cache_dir", "data_cache_dir", "compiled_trainstep_file", "metrics_file",
+              "tokenizer_path", "prompt_file", "decode_output_file", "load_parameters_path", "load_full_state_path"):
     v[key] = os.path.expanduser(v[key])
   for key in ("dataset_path", "eval_dataset_path"):
     v[key] = ",".join(os.path.expanduser(part.strip()) for part in v[key].split(","))
@@ -663,6 +678,7 @@ def derive(given):
     v["trainable_position_size"] = v["max_target_length"]
   if not v["enable_dropout"]:
     v["dropout_rate"] = v["input_dropout_rate"] = 0.0
+  v["has_update_rms_cap"] = bool(v["update_rms_cap"])  # the compiled step has the cap or not; its size is an input
   return v
 
 

@@ -28,7 +28,7 @@ from etils import epath
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText import checkpoint, data, diagnostics, errors, metrics, model, optim, pyconfig, sharding
+from MaxText import checkpoint, data, diagnostics, errors, executable, metrics, model, optim, pyconfig, sharding
 
 BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segmentations": jnp.int32,
          "loss_weights": jnp.float32}
@@ -56,7 +56,8 @@ def train_step(cfg, graph, state, batch, hyper):
   """
   params = state["params"]
   total = jnp.maximum(jnp.sum(batch["loss_weights"]), 1.0)
-  dropout_key = jax.random.fold_in(jax.random.key(cfg.init_weights_seed), state["step"])
+  seed = cfg.init_weights_seed if cfg.dropout_rate or cfg.input_dropout_rate else 0  # a constant of the compiled step
+  dropout_key = jax.random.fold_in(jax.random.key(seed), state["step"])
 
   def mean_objective(params, batch, key):
     objective, sums = token_sums(cfg, graph, params, batch, key)
@@ -115,13 +116,19 @@ def abstract_batch(cfg, mesh, rows):
           for name, dtype in BATCH.items()}
 
 
+def step_arguments(cfg, mesh):
+  """(graph, (state, batch, hyper)): what the train step of the model is called with, without allocating anything."""
+  graph, state = abstract_state(cfg, mesh)
+  return graph, (state, abstract_batch(cfg, mesh, cfg.global_batch_size), optim.abstract_hyper())
+
+
 def lower_train_step(cfg, mesh):
   """The train step lowered for `mesh`, state donated. Call within sharding.use(); compile() makes it runnable."""
-  graph, state = abstract_state(cfg, mesh)
-  shardings = jax.tree.map(lambda s: s.sharding, state)
+  graph, arguments = step_arguments(cfg, mesh)
+  shardings = jax.tree.map(lambda s: s.sharding, arguments[0])
   step = jax.jit(functools.partial(train_step, cfg, graph), donate_argnums=0,
                  out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())))
-  return step.lower(state, abstract_batch(cfg, mesh, cfg.global_batch_size), optim.hyper(cfg, 0))
+  return step.lower(*arguments)
 
 
 def lower_eval_step(cfg, mesh):
@@ -208,10 +215,16 @@ class Run:
     self.cfg, self.mesh, self.signals = cfg, mesh, signals
     self.ledger = metrics.Ledger()
     self.chief = jax.process_index() == 0
+    if cfg.compiled_trainstep_file:  # refused here, before anything is opened or written
+      _, arguments = step_arguments(cfg, mesh)
+      prepare = functools.partial(self.load, arguments, *executable.read(
+          cfg.compiled_trainstep_file, cfg, mesh, arguments))
+    else:
+      prepare = functools.partial(self.compile, lower_train_step)
     self.checkpointer = checkpoint.Checkpointer(cfg) if cfg.enable_checkpointing else None
     opening = in_thread(functools.partial(
         data.open, cfg, process_index=jax.process_index(), process_count=jax.process_count()))
-    starting, compiling = in_thread(self.start_state), in_thread(self.compile, lower_train_step)
+    starting, preparing = in_thread(self.start_state), in_thread(prepare)
     self.data = opening.result()
     self.say(self.data.summary)
     self.state, position = starting.result()
@@ -225,7 +238,7 @@ class Run:
     self.skipped_in_a_row = position.get("skipped_in_a_row", 0) if position else 0
     self.eval_owed = position.get("eval_owed", False) if position else False  # a signal cut the last evaluation short
     with self.ledger.measure("compile"):
-      self.train_step = compiling.result()
+      self.train_step = preparing.result()
     # Behind the train step, and needed only after many of them.
     self.eval_step = in_thread(self.compile, lower_eval_step) if cfg.eval_interval != -1 and self.data.eval else None
     self.tasks = None  # parameters -> {name: value} of eval_tasks, or None when a signal cut it short
@@ -245,6 +258,13 @@ class Run:
     """The step that lower(cfg, mesh) gives, compiled."""
     with sharding.use(self.mesh, self.cfg.logical_axis_rules):
       return lower(self.cfg, self.mesh).compile()
+
+  def load(self, arguments, header, payload):
+    """The train step of compiled_trainstep_file, which has been checked."""
+    begin, path = time.perf_counter(), self.cfg.compiled_trainstep_file
+    step = executable.load(path, header, payload, self.mesh, arguments)
+    self.say(f"loaded the compiled train step from {path} in {time.perf_counter() - begin:.1f} s")
+    return step
 
   def start_state(self):
     """(state, position or None): the run's newest checkpoint, or what the config says to start from."""
