@@ -311,48 +311,46 @@ def torus(name):
 def prepare_compiler():
   """Sets the environment for compiling for targets: no device of this machine is opened, whatever else it says.
 
-  Called before jax is imported. jax itself gets the CPU. libtpu would ask for the TPU VM it is on, print what it does
-  not find out, and refuse to be loaded while another process has it, be it one that trains on the TPU here.
+  Called before jax is imported. jax itself gets the CPU. libtpu would ask the TPU VM it is on what it is, print what it
+  does not find out, and refuse to be loaded while another process has it, be it one that trains on the TPU there.
   """
   os.environ.update({
-      "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1",
+      "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1",
       "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"})
 
 
 def topology_devices(name, num_slices=1):
   """The devices of target(), as jax devices that a step can be compiled for on any machine.
 
-  Needs libtpu for TPUs and jax's CUDA plugin for GPUs; raises ConfigError where it is not installed. In a process that
-  has imported jax before prepare_compiler(), jax keeps the devices it has.
+  Raises ConfigError where libtpu (for TPUs) or jax's CUDA plugin (for GPUs) is not installed. It calls
+  prepare_compiler(); where jax was imported before, jax keeps the platforms it has.
   """
   records = target(name, num_slices)
   family, size = _find(name)
-  prepare_compiler()
   if family in _GPUS:
     if not _has_cuda_plugin():
-      raise errors.ConfigError(
-          f'compile_topology={name} needs jax\'s CUDA plugin, no GPU: pip install "jax[cuda13]".')
+      raise errors.ConfigError(f"compile_topology={name} needs jax's CUDA plugin (no GPU, no driver): "
+                               'pip install "jax[cuda13]".')
     per_host = min(size, _GPUS_PER_HOST)
-    # Partitions that NVLink connects x hosts in each x GPUs of a host.
-    options = {"topology": f"{len(records) // per_host}x1x{per_host}", "target_config": _target_config(family)}
-    platform = "cuda"
+    # Groups of hosts that NVLink connects x hosts in each x GPUs of a host.
+    shape = f"{len(records) // per_host}x1x{per_host}"
+    options = {"platform": "cuda", "topology": shape, "target_config": _target_config(_GPUS[family])}
   else:
     if importlib.util.find_spec("libtpu") is None:
-      raise errors.ConfigError(f"compile_topology={name} needs the TPU compiler: pip install libtpu.")
-    options = {"topology_name": f"{family}:{_written(size)}", "num_slices": num_slices}
+      raise errors.ConfigError(f'compile_topology={name} needs the TPU compiler (no TPU): pip install "jax[tpu]".')
+    options = {"platform": "tpu", "topology_name": f"{family}:{_written(size)}", "num_slices": num_slices}
     if family == "v4":
       options["chip_config_name"] = "megacore"
     if math.prod(size) == 1:  # less than the host of 2x2x1 chips taken by default
       options["chips_per_host_bounds"] = (1, 1, 1)
-    platform = "tpu"
+  prepare_compiler()
   from jax.experimental import topologies
 
-  return topologies.get_topology_desc(platform=platform, **options).devices
+  return topologies.get_topology_desc(**options).devices
 
 
-def _target_config(family):
-  """The text of XLA's GpuTargetConfigProto: limits common to all, and what differs."""
-  gpu = _GPUS[family]
+def _target_config(gpu):
+  """XLA's GpuTargetConfigProto as text: the limits common to all, and what differs."""
   row = DEVICE_KINDS[gpu.device_kind]
   extension = "ACCELERATED_FEATURES" if gpu.capability >= 9 else "NONE"  # sm_90a, sm_100a
   return f"""

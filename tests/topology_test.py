@@ -21,12 +21,20 @@ SIZES = {  # devices and hosts of one slice
 }  # fmt: skip
 
 
-def python(code, **environment):
-  """Stdout of `code` in a new process that knows only `environment`."""
+def start(code, *arguments, **environment):
+  """A new process that runs `code` and knows only `environment`."""
   keep = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
   path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-  return subprocess.run([sys.executable, "-c", code], env=keep | {"PYTHONPATH": path} | environment, check=True,
-                        text=True, capture_output=True).stdout.strip()
+  return subprocess.Popen([sys.executable, "-c", code, *arguments], env=keep | {"PYTHONPATH": path} | environment,
+                          text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def python(code, *arguments, **environment):
+  """Its stdout."""
+  process = start(code, *arguments, **environment)
+  out, err = process.communicate()
+  assert process.returncode == 0, err
+  return out.strip()
 
 
 @pytest.fixture
@@ -129,18 +137,156 @@ def test_a_target_that_does_not_exist_is_refused_in_one_line(name, says):
   assert "\n" not in str(caught.value)
 
 
+def test_what_a_size_names_is_the_shape_most_like_a_cube_and_every_shape_is_sorted():
+  assert topology.torus("v5p-2048") == topology.torus("v5p:8x8x16")
+  assert topology.torus("v4-512") == topology.torus("v4:4x8x8")
+  assert topology.target("v4:4x4x16") != topology.target("v4-384")
+  with pytest.raises(errors.ConfigError, match="v4:4x4x12"):
+    topology.torus("v4:12x4x4")
+
+
+@pytest.mark.parametrize("name, shape, closes", [
+    ("v5e-256", (16, 16), (True, True)), ("v5e-128", (8, 16), (False, True)), ("v6e-64", (8, 8), (False, False)),
+    ("v4-64", (2, 4, 4), (False, False, False)), ("v4-384", (4, 4, 12), (True, True, True)),
+    ("v5p:4x4x4", (4, 4, 4), (True, True, True)), ("v7x-8", (2, 2, 1), (False, False, False)),
+])  # fmt: skip
+def test_rings_close_in_whole_cubes_and_along_sixteen_chips(name, shape, closes):
+  assert topology.torus(name) == (shape, closes)
+
+
+def test_gpus_have_no_torus():
+  assert topology.torus("h100-32") is None
+
+
+@pytest.mark.parametrize("name", ["v4-8", "v5e-4", "v5p-8", "v6e-4", "tpu7x-8", "a100-8", "a100-40gb-8", "h100-8",
+                                  "h200-8", "b200-8"])
+def test_a_target_has_every_figure_that_an_estimate_needs(name):
+  device = topology.target(name)[0]
+  kind = topology.kind(device.device_kind)
+  assert 0.9 * kind.hbm_bytes < kind.usable_hbm_bytes <= kind.hbm_bytes
+  assert kind.network_bandwidth < kind.link_bandwidth < kind.hbm_bandwidth
+  assert (kind.clock_hz is None) == (device.platform == "gpu")
+
+
+def test_a_torus_link_has_nine_tenths_of_the_published_bandwidth():
+  for kind, published, links in (("TPU v5 lite", 400e9, 4), ("TPU v5", 1200e9, 6), ("TPU v6 lite", 800e9, 4),
+                                 ("TPU7x", 1200e9 / 2, 6)):
+    assert topology.kind(kind).link_bandwidth == pytest.approx(0.9 * published / links)
+
+
+def test_an_unknown_device_has_no_figures():
+  assert topology.kind("cpu") is None
+  assert topology.kind("TPU v5e") is topology.DEVICE_KINDS["TPU v5 lite"]
+
+
+@pytest.mark.parametrize("name, package", [("v5e-4", "jax[tpu]"), ("h100-8", "jax[cuda13]")])
+def test_a_compiler_that_is_not_installed_is_one_line_with_the_command_that_installs_it(machine, name, package):
+  machine()
+  with pytest.raises(errors.ConfigError) as caught:
+    topology.topology_devices(name)
+  line = str(caught.value)
+  assert line.startswith(f"compile_topology={name} needs") and f'pip install "{package}"' in line and "\n" not in line
+
+
+ENVIRONMENT = """
+import json, os, sys
+from MaxText import pyconfig, topology
+topology.set_environment(pyconfig.load(["configs/base.yml", *sys.argv[1:]], need_run_name=False))
+print(json.dumps(dict(os.environ)))
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"JAX_PLATFORMS": "tpu"}, {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": "0"},
+                                   {"TPU_WORKER_ID": "3", "TPU_ACCELERATOR_TYPE": "v5p-64", "TPU_SKIP_MDS_QUERY": "0"}])
+def test_compiling_for_a_target_leaves_the_devices_of_any_machine_alone(given):
+  found = json.loads(python(ENVIRONMENT, "compile_topology=v5e:2x2", **given))
+  assert found["JAX_PLATFORMS"] == "cpu" and found["CUDA_VISIBLE_DEVICES"] == ""
+  assert found["TPU_SKIP_MDS_QUERY"] == found["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+  assert (found["TPU_WORKER_ID"], found["TPU_ACCELERATOR_TYPE"]) == ("0", "v5litepod-4")
+
+
+def test_the_quick_level_of_the_cpu_compiler_is_for_training_on_the_cpu_only():
+  level = "xla_backend_optimization_level"
+  flags = [json.loads(python(ENVIRONMENT, *keys, JAX_PLATFORMS="cpu")).get("XLA_FLAGS", "")
+           for keys in ([], ["compile_topology=h100-8"])]
+  assert level in flags[0] and level not in flags[1]
+
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+@needs_libtpu
 def test_targets_are_those_of_the_tpu_compiler():
-  if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("libtpu is not installed")
   code = """
 import json
 from MaxText import topology
-names = ["v4-8", "v4-384", "v5p-128", "v5e-1", "v5e-256", "v6e-8", "tpu7x-2", "tpu7x-128"]
+names = ["v4-8", "v4-384", "v4:4x8x12", "v5p-128", "v5p-12288", "v5e-1", "v5e:16x16", "v6e-8", "tpu7x-2", "v7x-128"]
 facts = lambda ds: [len(ds), ds[0].device_kind, len({d.process_index for d in ds}), max(d.slice_index for d in ds)]
 print(json.dumps([[facts(topology.target(n, 2)), facts(topology.topology_devices(n, 2))] for n in names]))
 """
   for ours, theirs in json.loads(python(code)):
     assert ours == theirs
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_usable_memory_is_what_the_tpu_compiler_says_when_a_program_is_too_large():
+  code = """
+import jax
+from MaxText import topology
+for name in "v4-8", "v5p-8", "v5e-4", "v6e-4", "tpu7x-8":
+  device = topology.topology_devices(name)[0]
+  x = jax.ShapeDtypeStruct((2**20, 2**17), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+  try:
+    jax.jit(lambda x: x + 1).lower(x).compile({"exec_time_optimization_effort": -1.0})
+  except Exception as error:
+    says = str(error).partition("exceeds available HBM (")[2].partition("G)")[0]
+    print(device.device_kind, says, round(topology.kind(device.device_kind).usable_hbm_bytes / 2**30, 2), sep="=")
+"""
+  lines = python(code).splitlines()
+  assert len(lines) == 5
+  for line in lines:
+    _, says, ours = line.split("=")
+    assert float(says) == float(ours), line
+
+
+# Compiles the train step for the target, and says how many megabytes each device needs.
+STEP = """
+import sys
+from MaxText import pyconfig, topology
+cfg = pyconfig.load(["configs/base.yml", "base_num_decoder_layers=2", "dtype=bfloat16", *sys.argv[1:]],
+                    need_run_name=False)
+topology.set_environment(cfg)
+from MaxText import sharding, train
+devices = topology.topology_devices(cfg.compile_topology, cfg.compile_topology_num_slices)
+cfg = pyconfig.resolve(cfg, devices)
+mesh = sharding.make_mesh(cfg, devices)
+with sharding.use(mesh, cfg.logical_axis_rules):
+  compiled = train.lower_train_step(cfg, mesh).compile({"exec_time_optimization_effort": -1.0})
+print(cfg.num_devices, cfg.num_slices, compiled.memory_analysis().peak_memory_in_bytes // 2**20)
+"""
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_two_processes_compile_at_once_where_the_tpu_is_another_machine_and_say_nothing_on_the_way():
+  misleading = {"JAX_PLATFORMS": "tpu", "TPU_WORKER_ID": "7", "TPU_SKIP_MDS_QUERY": "0"}
+  both = [start(STEP, "head_dim=128", f"compile_topology={name}", **misleading) for name in ("v5e-4", "v4:2x2x1")]
+  for process in both:
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    devices, slices, peak = map(int, out.split())
+    assert (devices, slices) == (4, 1) and peak > 50
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not topology._has_cuda_plugin(), reason="jax's CUDA plugin is not installed")
+@pytest.mark.parametrize("name", ["a100-8", "a100-40gb-8", "h100-8", "h100-16", "h200-8", "b200-8"])
+def test_the_train_step_compiles_for_gpus_that_are_not_there(name):
+  out, err = start(STEP, "head_dim=64", "attention=cudnn", f"compile_topology={name}").communicate()
+  assert err == ""
+  devices, slices, peak = map(int, out.split())
+  assert (devices, slices) == ((16, 2) if name == "h100-16" else (8, 1)) and peak > 50
 
 
 def test_auto_values_are_those_of_the_target_and_not_of_the_machine_that_compiles():
