@@ -276,7 +276,8 @@ def target(name, num_slices=1):
   """The devices of `num_slices` times a target, as Device records, without jax.
 
   A target is named as its users do ("v5e-256", "v4-128", "v7x-8"), by the chips of a slice ("v5e:16x16", "v4:4x4x12")
-  or by its GPUs ("h100-8"; "h100-32" is four hosts). Of GPUs jax calls each host a slice: what NVLink connects.
+  or by its GPUs ("h100-8"; "h100-32" is four hosts). Each host of GPUs is a slice, as in a job that runs on them
+  (openxla/xla, xla/pjrt/distributed/topology_util.cc); the devices of topology_devices() do not say so.
   Raises ConfigError naming the nearest targets, or the sizes there are.
   """
   if num_slices < 1:
