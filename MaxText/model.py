@@ -39,7 +39,7 @@ REMAT_NAMES = {  # remat_policy -> the named points the backward pass finds save
 
 
 def einsum(spec, x, w):
-  """jnp.einsum of activation x and weight w (an nnx.Param), in the type of x."""
+  """jnp.einsum of activation x and weight w (an nnx.Param or an array), in the type of x."""
   return (product if on_cpu() else jnp.einsum)(spec, x, w[...].astype(x.dtype))
 
 
@@ -122,12 +122,13 @@ class Norm(nnx.Module):
     if kind == "layer":
       self.bias_e = weight(rngs, (size,), (axis,), constant_init(0.0), cfg.weight_dtype)
 
-  def __call__(self, x):
+  def __call__(self, x, reorder=lambda w: w):
     y = x.astype(jnp.float32)
+    scale_e = reorder(self.scale_e)[...]
     if self.kind == "layer":
       y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
-    y = y * (self.scale_e[...] + 1.0 if self.plus_one else self.scale_e[...])
+    y = y * (scale_e + 1.0 if self.plus_one else scale_e)
     if self.kind == "layer":
       y = y + self.bias_e[...]
     return y.astype(x.dtype)
@@ -156,18 +157,11 @@ def rope_angles(cfg, positions_bt):
   return jnp.cos(angle_bth)[:, :, None, :], jnp.sin(angle_bth)[:, :, None, :]
 
 
-def rotate(x_btnh, angles, interleaved):
-  """Rotates feature pairs by the position's angles: (i, i + h/2), or neighbours when interleaved (Meta's layout)."""
+def rotate(x_btnh, angles):
+  """Rotates the feature pairs (i, i + h/2) by the position's angles."""
   cos, sin = angles
-  x = x_btnh.astype(jnp.float32)
-  if interleaved:
-    x = x.reshape(*x.shape[:-1], -1, 2)
-    first, second = x[..., 0], x[..., 1]
-    pair = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  else:
-    first, second = jnp.split(x, 2, axis=-1)
-    pair = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return pair.reshape(x_btnh.shape).astype(x_btnh.dtype)
+  first, second = jnp.split(x_btnh.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_btnh.dtype)
 
 
 def sinusoid(positions_bt, size):
@@ -211,23 +205,32 @@ class Attention(nnx.Module):
     if cfg.query_scaling == "per_dim":
       self.scale_h = make((H,), ("head_dim",), constant_init(0.0))
 
+  def pairs(self, weight):
+    """`weight` with the head dimension in the order that rotate() pairs: for "rope_interleaved" even ones, then odd.
+
+    Scores do not change where queries and keys are reordered alike, and weights are smaller than activations.
+    """
+    if self.cfg.position_embedding != "rope_interleaved":
+      return weight
+    w = weight[...]
+    return w.reshape(*w.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(w.shape)
+
   def __call__(self, x_bte, segments_bt, angles, bias_nd, cache=None, layer=None):
     """Attention output [b, t, e], and `cache` with the keys and values of this `layer` appended."""
-    cfg = self.cfg
-    q_btnh = einsum("bte,enh->btnh", x_bte, self.wq_enh)
-    k_btkh = einsum("bte,ekh->btkh", x_bte, self.wk_ekh)
+    cfg, pairs = self.cfg, self.pairs
+    q_btnh = einsum("bte,enh->btnh", x_bte, pairs(self.wq_enh))
+    k_btkh = einsum("bte,ekh->btkh", x_bte, pairs(self.wk_ekh))
     v_btkh = einsum("bte,ekh->btkh", x_bte, self.wv_ekh)
     if cfg.attention_bias:
-      q_btnh += self.bq_nh[...].astype(x_bte.dtype)
-      k_btkh += self.bk_kh[...].astype(x_bte.dtype)
+      q_btnh += pairs(self.bq_nh)[...].astype(x_bte.dtype)
+      k_btkh += pairs(self.bk_kh)[...].astype(x_bte.dtype)
       v_btkh += self.bv_kh[...].astype(x_bte.dtype)
     if cfg.use_qk_norm:
-      q_btnh, k_btkh = self.query_norm(q_btnh), self.key_norm(k_btkh)
+      q_btnh, k_btkh = self.query_norm(q_btnh, pairs), self.key_norm(k_btkh, pairs)
     if angles is not None:
-      interleaved = cfg.position_embedding == "rope_interleaved"
-      q_btnh, k_btkh = rotate(q_btnh, angles, interleaved), rotate(k_btkh, angles, interleaved)
+      q_btnh, k_btkh = rotate(q_btnh, angles), rotate(k_btkh, angles)
     if cfg.query_scaling == "per_dim":  # softplus(0) = log 2, so that the scale starts at 1
-      q_btnh *= (jax.nn.softplus(self.scale_h[...]) / math.log(2.0)).astype(x_bte.dtype)
+      q_btnh *= (jax.nn.softplus(pairs(self.scale_h)[...]) / math.log(2.0)).astype(x_bte.dtype)
     if cfg.query_scaling != "none":
       q_btnh *= jnp.asarray(1.0 / math.sqrt(cfg.head_dim), x_bte.dtype)
     q_btnh = checkpoint_name(shard(q_btnh, "batch", "length", "act_heads", None), "query")
