@@ -27,7 +27,7 @@ def train_flops_per_token(cfg, num_parameters):
 
   PaLM, appendix B (https://arxiv.org/abs/2204.02311), with every parameter counted, embeddings included.
   """
-  return 6 * num_parameters + _attention_flops(cfg)
+  return 6 * num_parameters + attention_flops(cfg)
 
 
 def model_flops_per_token(cfg, causal):
@@ -38,10 +38,39 @@ def model_flops_per_token(cfg, causal):
   projections = 2 * cfg.emb_dim * cfg.head_dim * (cfg.num_query_heads + cfg.num_kv_heads)
   mlp = (1 + len(cfg.mlp_activations)) * cfg.emb_dim * cfg.mlp_dim
   weights = cfg.num_decoder_layers * (projections + mlp) + cfg.vocab_size * cfg.emb_dim
-  return 6 * weights + _attention_flops(cfg) / (2 if causal else 1)
+  return 6 * weights + attention_flops(cfg) / (2 if causal else 1)
 
 
-def _attention_flops(cfg):
+def matmul_flops(cfg):
+  """FLOPs of the matrix products that one device has to compute in one step, recomputed ones (remat_policy) included.
+
+  Without those inside fused attention kernels (flash, cudnn). A compiled step has exactly these, or repeats some.
+  """
+  E, V, M, H = cfg.emb_dim, cfg.vocab_size, cfg.mlp_dim, cfg.head_dim
+  N, K, S = cfg.num_query_heads, cfg.num_kv_heads, cfg.max_target_length
+  sequential = cfg.block_layout == "sequential"
+  saved = {
+      "none": {"query", "key", "value", "context", "out_proj", "mlp_up", "mlp_gate"},
+      "minimal": {"query", "key", "value", "out_proj", "mlp_up", "mlp_gate"},
+      "save_qkv_proj": {"query", "key", "value"},
+      "save_out_proj": {"query", "key", "value", "out_proj"},
+      "save_dot_except_mlp": {"query", "key", "value", "context", "out_proj"},
+      "full": set(), "names": set(cfg.remat_names)}[cfg.remat_policy]
+  if cfg.remat_policy not in ("none", "minimal") and (cfg.use_qk_norm or cfg.query_scaling == "per_dim"):
+    saved = saved - ({"query", "key"} if cfg.use_qk_norm else {"query"})  # their norm's gradient needs its input
+  sizes = {"query": E * N * H, "key": E * K * H, "value": E * K * H, "mlp_up": E * M,
+           "mlp_gate": E * M * (len(cfg.mlp_activations) - 1), "out_proj": N * H * E}
+  layer = 3 * (sum(sizes.values()) + M * E)  # once forward, twice backward
+  layer += sum(size for name, size in sizes.items() if name not in saved and (name != "out_proj" or sequential))
+  if cfg.attention == "dot":
+    layer += N * H * S * (6 if cfg.remat_policy == "none" else 7 if "context" in saved else 8)
+  outside = 3 * V * E + (2 * V * E if cfg.use_iota_embed else 0)
+  tokens = cfg.global_batch_size * S
+  return 2 * tokens * (cfg.num_decoder_layers * layer + outside) // cfg.num_devices
+
+
+def attention_flops(cfg):
+  """FLOPs of training on one token that attention scores and the products with values are counted as, not causal."""
   return 12 * cfg.num_decoder_layers * cfg.num_query_heads * cfg.head_dim * cfg.max_target_length
 
 

@@ -160,8 +160,9 @@ def rope_angles(cfg, positions_bt):
 def rotate(x_btnh, angles):
   """Rotates the feature pairs (i, i + h/2) by the position's angles."""
   cos, sin = angles
-  first, second = jnp.split(x_btnh.astype(jnp.float32), 2, axis=-1)
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_btnh.dtype)
+  first, second = (half.astype(jnp.float32) for half in jnp.split(x_btnh, 2, axis=-1))
+  halves = first * cos - second * sin, second * cos + first * sin
+  return jnp.concatenate([half.astype(x_btnh.dtype) for half in halves], axis=-1)
 
 
 def sinusoid(positions_bt, size):

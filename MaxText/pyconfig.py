@@ -107,6 +107,7 @@ CHOICES = {
     "attention": ("auto", "dot", "flash", "cudnn"),
     "attention_bias": ("", "qkv", "all"),
     "block_layout": ("sequential", "parallel"),
+    "compile_mode": ("full", "fast"),
     "dataset_type": ("stdlib", "text", "synthetic"),
     "decode_sampling_strategy": ("greedy", "weighted", "topk", "nucleus"),
     "dtype": ("auto", "float32", "bfloat16"),
@@ -116,6 +117,7 @@ CHOICES = {
     "matmul_precision": ("default", "high", "highest"),
     "mlp_activations": ("gelu", "relu", "silu", "linear"),
     "normalization": ("rms", "layer"),
+    "plan": ("batch", "remat", "mesh"),
     "position_embedding": ("rope", "rope_interleaved", "learned", "sinusoidal", "relative_bias", "none"),
     "profiler": ("", "xplane"),
     "query_scaling": ("rsqrt", "per_dim", "none"),
@@ -179,6 +181,8 @@ RANGES = _PARALLELISM | {
     "norm_epsilon": (0, 1),
     "num_vocab_tiling": (0, 10**6),
     "per_device_batch_size": (1e-6, 10**6),
+    "plan_minutes": (0.1, 10_000),
+    "plan_processes": (0, 1000),
     "prefetch_batches": (1, 1000),
     "profiler_steps": (1, 10**6),
     "relative_bias_buckets": (2, 10**5),
@@ -203,9 +207,11 @@ RANGES = _PARALLELISM | {
 }
 
 # What a run's saved config says about the machine that trained and about a start from elsewhere: not what the run is.
-MACHINE_KEYS = {*_PARALLELISM, "attention", "compile_topology", "compile_topology_num_slices",
-                "compiled_trainstep_file", "decode_output_file", "eval_per_device_batch_size", "eval_tasks",
-                "libtpu_init_args", "load_full_state_path", "per_device_batch_size", "prompt_file", "xla_flags"}
+MACHINE_KEYS = {*_PARALLELISM, "attention", "compile_mode", "compile_report_file", "compile_topology",
+                "compile_topology_num_slices", "compiled_trainstep_file", "decode_output_file",
+                "eval_per_device_batch_size", "eval_tasks", "libtpu_init_args", "load_full_state_path",
+                "per_device_batch_size", "plan", "plan_directory", "plan_minutes", "plan_processes", "prompt_file",
+                "xla_flags"}
 
 DATA_KEYS = ("dataset_type", "dataset_path", "eval_dataset_path")  # of use only with the run's own copy of its data
 
@@ -213,7 +219,8 @@ DATA_KEYS = ("dataset_type", "dataset_path", "eval_dataset_path")  # of use only
 LADDER = {"base_emb_dim": 2560, "base_num_query_heads": 8, "base_num_kv_heads": 8, "base_mlp_dim": 8192,
           "base_num_decoder_layers": 16}
 LADDER_DEFAULTS = {"head_dim": 256, "vocab_size": 32768, "max_target_length": 2048, "mlp_activations": ("relu",),
-                   "logits_via_embedding": True, "normalize_embedding_logits": True}  # fmt: skip
+                   "logits_via_embedding": True, "normalize_embedding_logits": True,
+                   "remat_policy": "full"}  # fmt: skip
 
 # Float32 logits of one piece per device that num_vocab_tiling=0 aims at. On CPU pieces of 32 MiB halve the peak memory
 # and are no slower than any other number (measured from 1 to 8 pieces at 128 MiB in all).
@@ -438,13 +445,15 @@ def join_old_keys(given, named, parts):
 
 
 def expand(given, named):
-  """Writes out what one key says about others: sizes of global_parameter_scale, the type of tokenizer_path.
+  """Writes out what one key says about others: sizes of global_parameter_scale, the types that paths imply.
 
   Done where keys are given, because only there "given" and "default" differ. A saved config has the result.
   """
   given = dict(given)
   if given["tokenizer_path"] and "tokenizer_type" not in named:
     given["tokenizer_type"] = tokenizer_type(given["tokenizer_path"])
+  if given["dataset_path"] and "dataset_path" in named and "dataset_type" not in named:
+    given["dataset_type"] = "text"
   scale = given["global_parameter_scale"]
   if scale and scale in CHOICES["global_parameter_scale"]:
     clash = sorted(set(named) & set(LADDER))
@@ -655,8 +664,9 @@ def note(line):
 def derive(given):
   """All values: those given, with -1, 0.0 and "~" replaced by what they stand for, and those that follow from them."""
   v = dict(given)
-  for key in ("base_output_directory", "jax_cache_dir", "data_cache_dir", "compiled_trainstep_file", "metrics_file",
-              "tokenizer_path", "prompt_file", "decode_output_file", "load_parameters_path", "load_full_state_path"):
+  for key in ("base_output_directory", "jax_cache_dir", "data_cache_dir", "compiled_trainstep_file",
+              "compile_report_file", "plan_directory", "metrics_file", "tokenizer_path", "prompt_file",
+              "decode_output_file", "load_parameters_path", "load_full_state_path"):
     v[key] = os.path.expanduser(v[key])
   for key in ("dataset_path", "eval_dataset_path"):
     v[key] = ",".join(os.path.expanduser(part.strip()) for part in v[key].split(","))

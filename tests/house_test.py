@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = sorted((ROOT / "MaxText").glob("*.py"))
 SOURCES = [*(path for path in ROOMS if not path.is_symlink()), *sorted(ROOT.glob("*.py"))]
 PYTHON = [*SOURCES, *sorted(ROOT.glob("tests/*.py")), *sorted(ROOT.glob("end_to_end/*.py"))]
-SHELL = [*sorted(ROOT.glob("*.sh")), *sorted(ROOT.glob("end_to_end/*.sh")), ROOT / ".ci" / "run"]
+SHELL = [*(path for folder in ("", "configs/", "end_to_end/") for path in sorted(ROOT.glob(f"{folder}*.sh"))),
+         ROOT / ".ci" / "run"]
 RECIPES = sorted(ROOT.glob("configs/*.yml"))
 BASE_KEYS = yaml.safe_load((ROOT / "configs/base.yml").read_text()).keys()
 
@@ -28,7 +29,7 @@ LAYERS = (
     ("interpreter",),
     ("sharding", "tokenizer", "diagnostics"),
     ("attention", "quantize", "metrics", "hlo_cost", "executable", "sources"),
-    ("moe", "optim", "data", "checkpoint", "pipeline"),
+    ("moe", "optim", "data", "checkpoint", "pipeline", "planner"),
     ("model",),
     ("lora", "convert"),
     ("decode",),

@@ -181,6 +181,8 @@ def test_values_follow_from_others():
   assert load("jax_cache_dir=~/j").jax_cache_dir == os.path.expanduser("~/j")
   assert load("jax_cache_dir=").jax_cache_dir == ""
   assert load(f"tokenizer_path={__file__}").tokenizer_type == "sentencepiece"
+  assert load("dataset_path=tests").dataset_type == "text"
+  assert load("dataset_path=tests", "dataset_type=synthetic").dataset_type == "synthetic"
 
 
 def test_zero_is_a_value():
@@ -440,7 +442,7 @@ BAD_ARGUMENTS = [  # (arguments, what the message has to name)
     (["base_emb_dim=64", "global_parameter_scale=2"], "base_emb_dim=64 and global_parameter_scale=2"),
     (["load_parameters_path=tests", "load_full_state_path=tests"], "exclude each other"),
     (["tokenizer_type=byte", "tokenizer_path=tests"], "tokenizer_type=byte does not read tokenizer_path=tests"),
-    (["dataset_path=tests"], "dataset_path=tests is not read with dataset_type=stdlib"),
+    (["dataset_type=stdlib", "dataset_path=tests"], "dataset_path=tests is not read with dataset_type=stdlib"),
     (["dataset_type=text", "dataset_path=tests,/nowhere/*.txt"], "dataset_path=/nowhere/*.txt"),
     (["position_embedding=learned", "trainable_position_size=64"], "trainable_position_size=64"),
     (["position_embedding=relative_bias", "attention=flash"], "attention=flash"),

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# 52B on 2 slices of v4-384: bash configs/2xv4-384.sh run_name=NAME [key=value ...]
+# PROGRAM=train_compile.py bash configs/2xv4-384.sh compile_topology=v4-384 compile_topology_num_slices=2 compiles it.
+configs=$(dirname "$(readlink -f "$0")")
+exec python3 "$configs/../${PROGRAM:-MaxText/train.py}" "$configs/maxtext_52b.yml" dcn_data_parallelism=2 "$@"
