@@ -28,6 +28,7 @@ run end_to_end/test_decode.py --at_least=0.4 # whoever runs this may have compan
 run end_to_end/test_convert.py
 if [ -n "${EVAL_DATA:-}" ]; then run end_to_end/test_evals.py --data="$EVAL_DATA"; fi
 run end_to_end/test_tflops.py
+run end_to_end/test_compiled_step.py --at_least=4 # as above
 run end_to_end/test_startup.py --slack=3 # as above
 
 echo "$passed passed, failed:${failed:- none}"
