@@ -209,9 +209,9 @@ def surroundings(cfg, mesh):
   """{name: value} of devices, versions, flags and settings."""
   devices = list(mesh.devices.flat)
   found = {
-      "devices": mesh.size,
       "platform": cfg.platform,
       "device_kind": devices[0].device_kind,
+      "devices": mesh.size,
       "processes": len({device.process_index for device in devices}),
       "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
       "device_ids": [device.id for device in devices],
