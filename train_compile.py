@@ -280,6 +280,8 @@ def estimate_lines(e):
     head = "static estimate (nothing was run)"
   out = ["", f"{head}, seconds"]
   for name, text in names.items():
+    if e["is_roofline"] and not e["parts_seconds"][name]:
+      continue
     low, high = UNCERTAINTY[name]
     spread = "" if e["is_roofline"] else f"   x {low} to {high}"
     out.append(f"  {text:54} {e['parts_seconds'][name]:9.4f}{spread}")

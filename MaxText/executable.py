@@ -39,8 +39,9 @@ MAGIC = b"maxtext compiled step 1 "  # the number is that of the format
 # Read while a step is lowered or not, these shape it: through the mesh in use and jax's own configuration.
 ALWAYS = ("mesh_shape", "ici_mesh_shape", "dcn_mesh_shape", "logical_axis_rules", "matmul_precision")
 SETTINGS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_threefry_partitionable")
-# Flags that change no program. The number of fake devices is compared as the number of devices.
-NO_MATTER = ("--xla_dump_", "--xla_force_host_platform_device_count")
+# Flags that change no program: the number of fake devices is compared as that of devices, and the last is what jax adds
+# on TPU machines.
+NO_MATTER = ("--xla_dump_", "--xla_force_host_platform_device_count", "--xla_tpu_use_enhanced_launch_barrier")
 # What train.py imports for the run around the step, and what gives it values: these are compared themselves.
 AROUND = {"checkpoint", "data", "diagnostics", "errors", "evals", "executable", "interpreter", "metrics", "pyconfig",
           "topology"}

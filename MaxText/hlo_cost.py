@@ -283,21 +283,23 @@ def exchange(kind, instruction, hardware, in_loop, is_async):
     nbytes = nbytes * n // (n + 1) if kind in ("all-gather", "reduce-scatter") else nbytes // 2
   elif instruction.opcode == "reduce-scatter":
     nbytes *= n
-  crosses = len({place[0] for place in places}) > 1
-  share = (n - 1) / n
-  if crosses and hardware.torus:
-    link, bandwidth = "network", hardware.network_bandwidth
+  slices = len({place[0] for place in places})  # on GPUs hosts
+  inside = "ici" if hardware.torus else "nvlink"
+  link, share, bandwidth = inside, (n - 1) / n, hardware.link_bandwidth
+  if slices > 1:  # all members carry a part of what goes between slices
+    link, share, bandwidth = "network", (slices - 1) / slices, hardware.network_bandwidth * n / slices
+    bandwidth = min(bandwidth, hardware.link_bandwidth * share * n / (n - 1))  # every byte also goes around inside
   elif hardware.torus:
-    link, bandwidth = "ici", _ring_bandwidth(places, hardware)
-  else:
-    link = "network" if crosses else "nvlink"
-    bandwidth = hardware.network_bandwidth if crosses else hardware.link_bandwidth
+    bandwidth = _ring_bandwidth(places, hardware)
   lanes = ("+", "-")
   if kind == "collective-permute":  # one direction of one axis
     pairs = re.findall(r"\{(\d+),(\d+)\}", instruction.attribute(r"source_target_pairs=\{(.*?\})\}"))
     lanes = ("+" if 2 * sum(int(a) < int(b) for a, b in pairs) > len(pairs) else "-",)
-    seconds = nbytes / (hardware.link_bandwidth / 2 if link == "ici" else bandwidth)
+    one_way = {"ici": hardware.link_bandwidth / 2, "nvlink": hardware.link_bandwidth}
+    seconds = nbytes / one_way.get(link, hardware.network_bandwidth)
   elif kind in ("all-to-all", "ragged-all-to-all"):  # a quarter of the ring is what a piece travels on average
+    if link == "network":  # nobody carries another's part
+      bandwidth = hardware.network_bandwidth
     seconds = nbytes * share / bandwidth * (max(n / 4, 1) if link == "ici" else 1)
   else:
     seconds = nbytes * share * (2 if kind == "all-reduce" else 1) / bandwidth

@@ -84,8 +84,7 @@ def choices(cfg):
 def least_bytes(cfg):
   """A lower bound of the memory that one device needs for the resolved cfg: state, layer inputs, what is saved."""
   along = dict(zip(pyconfig.MESH_AXES, cfg.mesh_shape, strict=True))
-  size, words = (2, 2) if cfg.dtype == "bfloat16" else (4, 2 if cfg.weight_dtype == "bfloat16" else 4)
-  words = 2 if cfg.weight_dtype == "bfloat16" else 4
+  size, words = (2 if name == "bfloat16" else 4 for name in (cfg.dtype, cfg.weight_dtype))
   shards = along["fsdp"] * along["tensor"] * along["sequence"] * along["expert"] * along["stage"]
   weights = (metrics.model_flops_per_token(cfg, causal=False) - metrics.attention_flops(cfg)) / 6
   width = {"q": cfg.num_query_heads * cfg.head_dim, "c": cfg.num_query_heads * cfg.head_dim, "o": cfg.emb_dim,

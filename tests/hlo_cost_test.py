@@ -148,6 +148,12 @@ def test_gpus_exchange_over_nvlink_in_a_host_and_over_the_network_between_hosts(
   call, cost = exchange("f32[4,65536]{1,0} all-gather(%v), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", GPU)
   assert (call.link, call.seconds) == ("network", pytest.approx(MIB / 2 / 50e9))
   assert cost.network == pytest.approx(call.seconds)
+  # All cards of a host carry a part of what leaves it; with a network faster than NVLink, that limits.
+  everyone = "f32[4,65536]{1,0} all-gather(%v), replica_groups=[1,4]<=[4], dimensions={0}"
+  assert exchange(everyone, GPU)[0].seconds == pytest.approx(MIB / 2 / (2 * 50e9))
+  assert exchange(everyone, GPU._replace(network_bandwidth=1e12))[0].seconds == pytest.approx(MIB * 3 / 4 / 450e9)
+  own = everyone.replace("all-gather", "all-to-all")  # each sends its own
+  assert exchange(own, GPU)[0].seconds == pytest.approx(MIB / 2 / 50e9)
 
 
 @pytest.mark.parametrize(("line", "seconds"), [
