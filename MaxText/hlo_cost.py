@@ -430,7 +430,8 @@ class _Walk:
         self.unknown[i.name] += 1
         return
       operands = [shapes(self.program.find(computation, name).shape)[0] for name in i.operands]
-      (*batch, t, h), (*_, s, _) = [dims for dtype, dims in operands if len(dims) == 4][:2]
+      # Masks and segments are whole numbers; one row has no batch axis.
+      (*batch, t, h), (*_, s, _) = [dims for dtype, dims in operands if "f" in dtype][:2]
       causal = 1 - t / (2 * s)
       spend(2 * products * causal * math.prod(batch) * t * s * h / (PALLAS_EFFICIENCY * self.hardware.peak_flops),
             "kernels")

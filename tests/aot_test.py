@@ -22,7 +22,7 @@ cfg = pyconfig.resolve(cfg, devices)
 mesh = sharding.make_mesh(cfg, devices)
 with sharding.use(mesh, cfg.logical_axis_rules):
   _, state = train.abstract_state(cfg, mesh)
-  compiled = train.lower_train_step(cfg, mesh).compile({"exec_time_optimization_effort": -1.0})
+  compiled = train.lower_train_step(cfg, mesh).compile({"optimization_level": 9})
 shard_bytes = lambda x: x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
 print(cfg.attention, cfg.dtype, mesh.shape["data"], mesh.shape["fsdp"],
       sum(shard_bytes(x) for x in jax.tree.leaves(state)), compiled.memory_analysis().alias_size_in_bytes,

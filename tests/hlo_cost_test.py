@@ -200,10 +200,12 @@ def test_exchanges_on_one_link_wait_for_each_other_and_opposite_directions_do_no
 
 
 def test_attention_kernels_are_counted_by_their_products_below_the_diagonal():
-  def kernel(name, queries=2048):
+  def kernel(name, queries=2048, rows="2,16,"):
     return hlo_cost.estimate(module([
-        f"  %q = bf16[2,16,{queries},128]{{3,2,1,0}} parameter(0)", "  %k = bf16[2,16,2048,128]{3,2,1,0} parameter(1)",
-        f'  %{name} = bf16[2,16,{queries},128]{{3,2,1,0}} custom-call(%q, %k), custom_call_target="tpu_custom_call"']),
+        "  %m = s8[1,4,4]{2,1,0} parameter(0)", f"  %q = bf16[{rows}{queries},128]{{3,2,1,0}} parameter(1)",
+        f"  %k = bf16[{rows}2048,128]{{3,2,1,0}} parameter(2)",
+        f"  %{name} = bf16[{rows}{queries},128]{{3,2,1,0}} custom-call(%m, %q, %k), "
+        'custom_call_target="tpu_custom_call"']),
         ONE_SLICE)
 
   forward = kernel("splash_mha_fwd.1").kernels
@@ -212,6 +214,7 @@ def test_attention_kernels_are_counted_by_their_products_below_the_diagonal():
   assert kernel("splash_mha_dq.1").kernels == pytest.approx(1.5 * forward)
   # Of four parts of a row the last sees nearly all keys, and the others wait for it.
   assert kernel("splash_mha_fwd.1", 512).kernels == pytest.approx(forward / 4 * 2 * (1 - 1 / 8))
+  assert kernel("splash_mha_fwd.1", rows="16,").kernels == pytest.approx(forward / 2)  # a single row has no batch axis
   assert kernel("somebody_elses.1").unknown == ("somebody_elses.1",)
 
 

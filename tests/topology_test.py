@@ -238,7 +238,7 @@ for name in "v4-8", "v5p-8", "v5e-4", "v6e-4", "tpu7x-8":
   device = topology.topology_devices(name)[0]
   x = jax.ShapeDtypeStruct((2**20, 2**17), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
   try:
-    jax.jit(lambda x: x + 1).lower(x).compile({"exec_time_optimization_effort": -1.0})
+    jax.jit(lambda x: x + 1).lower(x).compile({"optimization_level": 9})
   except Exception as error:
     says = str(error).partition("exceeds available HBM (")[2].partition("G)")[0]
     print(device.device_kind, says, round(topology.kind(device.device_kind).usable_hbm_bytes / 2**30, 2), sep="=")
@@ -247,7 +247,7 @@ for name in "v4-8", "v5p-8", "v5e-4", "v6e-4", "tpu7x-8":
   assert len(lines) == 5
   for line in lines:
     _, says, ours = line.split("=")
-    assert float(says) == float(ours), line
+    assert float(says) == pytest.approx(float(ours), abs=0.011), line  # builds of libtpu differ by 0.01
 
 
 # Compiles the train step for the target, and says how many megabytes each device needs.
@@ -262,7 +262,7 @@ devices = topology.topology_devices(cfg.compile_topology, cfg.compile_topology_n
 cfg = pyconfig.resolve(cfg, devices)
 mesh = sharding.make_mesh(cfg, devices)
 with sharding.use(mesh, cfg.logical_axis_rules):
-  compiled = train.lower_train_step(cfg, mesh).compile({"exec_time_optimization_effort": -1.0})
+  compiled = train.lower_train_step(cfg, mesh).compile({"optimization_level": 9})
 print(cfg.num_devices, cfg.num_slices, compiled.memory_analysis().peak_memory_in_bytes // 2**20)
 """
 
