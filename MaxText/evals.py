@@ -370,7 +370,7 @@ def perplexity(cfg, words, path):
     end = [words.eos_id] if cfg.add_eos and words.eos_id >= 0 else []
     documents = [np.array([*begin, *ids, *end], np.int32) for ids in words.encode_documents(texts)]
     offsets = np.cumsum([0, *map(len, documents)])
-    dataset = data.Packed(np.concatenate([*documents, []]).astype(np.int32), offsets, cfg.max_target_length, once=True)
+    dataset = data.Packed(np.concatenate([*documents, []]).astype(np.int32), offsets, cfg.max_target_length, epochs=1)
     if not dataset.num_pairs:
       raise errors.DataError(f"eval_tasks: {path} holds no text of two tokens. Give another.")
     size = sum(len(text.encode()) for text in texts)

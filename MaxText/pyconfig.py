@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+from typing import NamedTuple
 
 import yaml
 
@@ -28,6 +29,11 @@ OLD_KEYS = {
     "dcn_pipeline_parallelism": ("dcn_stage_parallelism",),
     "enable_flash_attention": ("attention",),
     "enable_profiler": ("profiler",),
+    "grain_eval_files": ("eval_dataset_path",),
+    "grain_train_files": ("dataset_path",),
+    "grain_worker_count": ("data_workers",),
+    "hf_eval_split": ("eval_split",),
+    "hf_path": ("dataset_path",),
     "ici_context_parallelism": ("ici_sequence_parallelism",),
     "ici_pipeline_parallelism": ("ici_stage_parallelism",),
     "load_from_other_directory": ("load_full_state_path",),
@@ -53,10 +59,12 @@ OLD_VALUES = {
     ("attention", "gpu_flash"): "cudnn",
     ("attention", "mha"): "dot",
     ("compile_topology_num_slices", "-1"): "1",
+    ("dataset_type", "c4"): "tfds",
     ("enable_flash_attention", "false"): "dot",
     ("enable_flash_attention", "true"): "auto",
     ("enable_profiler", "false"): "",
     ("enable_profiler", "true"): "xplane",
+    ("packing", "true"): "concat",
     ("record_internal_nn_metrics", "0"): "false",
     ("record_internal_nn_metrics", "1"): "true",
     ("remat_policy", "proj"): "save_qkv_proj",
@@ -66,13 +74,11 @@ OLD_VALUES = {
 }
 # Names of other versions that set nothing here: (values that ask for what happens anyway, what to do instead).
 _INT8 = "training is not quantized"
-_TFDS = "set dataset_type=text and dataset_path"
 GONE_KEYS = {
     "aqt_rng_type": (("jax.uniform",), _INT8),
     "aqt_use_dummy_static_bound": (("false",), _INT8),
     "aqt_use_fwd_quant": (("false",), _INT8),
     "data_sharding": ((), 'the "batch" rule of logical_axis_rules shards the data'),
-    "dataset_name": ((), _TFDS),
     "decoder_block": ((), "each part of the block has its own key, see Model in configs/base.yml"),
     "dcn_autoregressive_parallelism": (("1",), "the mesh axes are " + ", ".join(MESH_AXES)),
     "dcn_fsdp_transpose_parallelism": (("1",), "the mesh axes are " + ", ".join(MESH_AXES)),
@@ -83,8 +89,6 @@ GONE_KEYS = {
     "drhs_int8_pv": (("true", "false"), _INT8),
     "drhs_int8_qk": (("true", "false"), _INT8),
     "eos_id": ((), "the tokenizer knows its EOS"),
-    "eval_dataset_name": ((), "set eval_dataset_path"),
-    "eval_split": ((), "set eval_dataset_path, or eval_fraction of the documents is held out"),
     "fused_mlp": (("false",), "gate and up projections are two weights"),
     "fused_qkv": (("false",), "query, key and value are three weights"),
     "fwd_int8": (("true", "false"), _INT8),
@@ -108,7 +112,8 @@ CHOICES = {
     "attention_bias": ("", "qkv", "all"),
     "block_layout": ("sequential", "parallel"),
     "compile_mode": ("full", "fast"),
-    "dataset_type": ("stdlib", "text", "synthetic"),
+    "data_errors": ("raise", "skip"),
+    "dataset_type": ("stdlib", "text", "tokens", "tfds", "grain", "hf", "mixture", "synthetic"),
     "decode_sampling_strategy": ("greedy", "weighted", "topk", "nucleus"),
     "dtype": ("auto", "float32", "bfloat16"),
     "global_parameter_scale": (0, 1, 2, 4, 8, 16, 32, 64, 128),
@@ -117,6 +122,7 @@ CHOICES = {
     "matmul_precision": ("default", "high", "highest"),
     "mlp_activations": ("gelu", "relu", "silu", "linear"),
     "normalization": ("rms", "layer"),
+    "packing": ("concat", "best_fit"),
     "plan": ("batch", "remat", "mesh"),
     "position_embedding": ("rope", "rope_interleaved", "learned", "sinusoidal", "relative_bias", "none"),
     "profiler": ("", "xplane"),
@@ -130,6 +136,7 @@ CHOICES = {
     "weight_init": ("fan_in", "xavier", "normal"),
 }
 
+STREAMS = ("tfds", "grain", "hf")  # types of datasets that are read and tokenized while training
 EVAL_KINDS = ("perplexity", "lambada", "boolq", "choice", "lm_eval")
 _BELOW_ONE = 0.9999999999
 _PARALLELISM = {f"{net}_{axis}_parallelism": (1, 1_000_000, -1) for net in ("ici", "dcn") for axis in MESH_AXES}
@@ -150,6 +157,7 @@ RANGES = _PARALLELISM | {
     "checkpoint_period": (1, 10**9),
     "compile_topology_num_slices": (1, 10_000),
     "data_shuffle_seed": (0, 2**32 - 1),
+    "data_workers": (0, 1000),
     "decode_num_samples": (1, 10_000),
     "decode_sampling_nucleus_p": (1e-6, 1),
     "decode_sampling_temperature": (1e-6, 1e6),
@@ -176,14 +184,17 @@ RANGES = _PARALLELISM | {
     "max_eval_task_rows": (0, 10**9),
     "max_num_checkpoints_to_keep": (1, 10**6),
     "max_predict_length": (1, 10**7),
+    "max_skipped_records": (0, 10**12),
     "max_skipped_steps": (1, 10**9),
     "max_target_length": (1, 10**8),
     "norm_epsilon": (0, 1),
+    "num_epoch": (0, 10**6),
     "num_vocab_tiling": (0, 10**6),
     "per_device_batch_size": (1e-6, 10**6),
     "plan_minutes": (0.1, 10_000),
     "plan_processes": (0, 1000),
     "prefetch_batches": (1, 1000),
+    "prepare_workers": (0, 1000),
     "profiler_steps": (1, 10**6),
     "relative_bias_buckets": (2, 10**5),
     "relative_bias_max_distance": (2, 10**8),
@@ -210,10 +221,11 @@ RANGES = _PARALLELISM | {
 MACHINE_KEYS = {*_PARALLELISM, "attention", "compile_mode", "compile_report_file", "compile_topology",
                 "compile_topology_num_slices", "compiled_trainstep_file", "decode_output_file",
                 "eval_per_device_batch_size", "eval_tasks", "libtpu_init_args", "load_full_state_path",
-                "per_device_batch_size", "plan", "plan_directory", "plan_minutes", "plan_processes", "prompt_file",
-                "xla_flags"}
+                "per_device_batch_size", "plan", "plan_directory", "plan_minutes", "plan_processes",
+                "prepare_directory", "prepare_verify", "prepare_workers", "prompt_file", "xla_flags"}
 
-DATA_KEYS = ("dataset_type", "dataset_path", "eval_dataset_path")  # of use only with the run's own copy of its data
+# Of use only with the run's own copy of its data.
+DATA_KEYS = ("dataset_type", "dataset_path", "dataset_mixture", "eval_dataset_path", "eval_datasets")
 
 # Heads and mlp, emb and layers of global_parameter_scale 1; each doubling widens the next of the three in turn.
 LADDER = {"base_emb_dim": 2560, "base_num_query_heads": 8, "base_num_kv_heads": 8, "base_mlp_dim": 8192,
@@ -371,7 +383,8 @@ def saved_config(assignments):
       own = f"{parent}/tokenizer"
       if "://" not in own and os.path.isdir(own):  # the run may have been moved since
         saved |= {"tokenizer_path": own, "tokenizer_type": tokenizer_type(own)}
-      gone = MACHINE_KEYS | set(where) | (set() if parent == parents[0] and where["run_name"] else set(DATA_KEYS))
+      gone = MACHINE_KEYS | set(where) | (set() if parent == parents[0] and where["run_name"] else
+                                           {*DATA_KEYS, "gcs_metrics"})
       return {key: value for key, value in saved.items() if key not in gone}
   return {}
 
@@ -444,6 +457,36 @@ def join_old_keys(given, named, parts):
     given["load_full_state_path"] = os.path.join(given["load_full_state_path"], step)
 
 
+def dataset_type(path, name):
+  """What dataset_path implies. Folders on gs:// are taken for TensorFlow Datasets, as everywhere before."""
+  local = os.path.expanduser(path)
+  if os.path.isfile(os.path.join(local, "manifest.json")) and os.path.isfile(os.path.join(local, "offsets")):
+    return "tokens"
+  if path.endswith((".parquet", ".gz", ".zst")) or ".array_record" in path or ".arrayrecord" in path:
+    return "grain"
+  folder = os.path.join(local, *name.partition(":")[0].split("/"))
+  return "tfds" if path.startswith("gs://") or os.path.isdir(folder) else "text"
+
+
+class Dataset(NamedTuple):
+  """An entry of dataset_mixture or eval_datasets: its weight or name, dataset_type, dataset_path and dataset_name."""
+
+  label: str
+  kind: str
+  path: str
+  name: str
+
+
+def dataset(key, entry):
+  """The Dataset that an entry of `key` says. Raises ConfigError."""
+  label, kind, path, name = (*entry.split("@", 3), "", "", "")[:4]
+  form = f"{'WEIGHT' if key == 'dataset_mixture' else 'NAME'}@TYPE@PATH or with @NAME behind it"
+  need(label and path, f"{key}={show(entry)} must be {form}.")
+  need(kind in (*STREAMS, "tokens"), f"{key}={show(entry)}: {show(kind)} must be one of tfds, grain, hf and tokens."
+       f"{nearest(kind, (*STREAMS, 'tokens'))}")
+  return Dataset(label, kind, os.path.expanduser(path), name)
+
+
 def expand(given, named):
   """Writes out what one key says about others: sizes of global_parameter_scale, the types that paths imply.
 
@@ -452,8 +495,10 @@ def expand(given, named):
   given = dict(given)
   if given["tokenizer_path"] and "tokenizer_type" not in named:
     given["tokenizer_type"] = tokenizer_type(given["tokenizer_path"])
-  if given["dataset_path"] and "dataset_path" in named and "dataset_type" not in named:
-    given["dataset_type"] = "text"
+  if given["dataset_mixture"] and "dataset_mixture" in named and "dataset_type" not in named:
+    given["dataset_type"] = "mixture"
+  elif given["dataset_path"] and "dataset_path" in named and "dataset_type" not in named:
+    given["dataset_type"] = dataset_type(given["dataset_path"], given["dataset_name"])
   scale = given["global_parameter_scale"]
   if scale and scale in CHOICES["global_parameter_scale"]:
     clash = sorted(set(named) & set(LADDER))
@@ -666,7 +711,7 @@ def derive(given):
   v = dict(given)
   for key in ("base_output_directory", "jax_cache_dir", "data_cache_dir", "compiled_trainstep_file",
               "compile_report_file", "plan_directory", "metrics_file", "tokenizer_path", "prompt_file",
-              "decode_output_file", "load_parameters_path", "load_full_state_path"):
+              "decode_output_file", "load_parameters_path", "load_full_state_path", "prepare_directory"):
     v[key] = os.path.expanduser(v[key])
   for key in ("dataset_path", "eval_dataset_path"):
     v[key] = ",".join(os.path.expanduser(part.strip()) for part in v[key].split(","))
@@ -748,7 +793,7 @@ def validate_together(v):
   if not os.path.isdir(v["run_directory"]):  # an existing run has stored what it read
     keys = ["load_parameters_path", "load_full_state_path", "tokenizer_path"]
     inputs = [(key, v[key]) for key in keys]
-    if v["dataset_type"] != "synthetic":
+    if v["dataset_type"] not in ("synthetic", "hf"):
       inputs += [(key, path) for key in ("dataset_path", "eval_dataset_path") for path in v[key].split(",")]
     for key, path in inputs:
       if path and not path.startswith("gs://"):
@@ -791,11 +836,28 @@ def validate_together(v):
 
   # Data.
   kind, reads_path = v["dataset_type"], v["tokenizer_type"] in ("sentencepiece", "huggingface")
-  need(kind != "text" or v["dataset_path"], "dataset_type=text needs dataset_path. Give files, folders or globs.")
-  need(kind != "stdlib" or not v["dataset_path"],
-       f"{these('dataset_path')} is not read with dataset_type=stdlib. Add dataset_type=text.")
-  need(kind == "synthetic" or v["eval_fraction"] or v["eval_interval"] == -1 or v["eval_dataset_path"],
+  need(kind not in ("text", "tokens", *STREAMS) or v["dataset_path"],
+       f"{these('dataset_type')} needs dataset_path. See Data in configs/base.yml for what it is.")
+  need(kind not in ("stdlib", "mixture") or not v["dataset_path"],
+       f"{these('dataset_path')} is not read with {these('dataset_type')}. Add dataset_type=text or another.")
+  need((kind == "mixture") == bool(v["dataset_mixture"]) or kind == "synthetic",
+       f"{these('dataset_type', 'dataset_mixture')} do not go together. Give dataset_mixture alone.")
+  need(kind not in ("stdlib", "text") or v["eval_fraction"] or v["eval_interval"] == -1 or v["eval_dataset_path"],
        "eval_fraction=0.0 leaves nothing to evaluate on. Raise it, give eval_dataset_path, or set eval_interval=-1.")
+  need(kind in (*STREAMS, "mixture") or v["packing"] == "concat",
+       f"{these('packing')} is for {', '.join(STREAMS)}, and {these('dataset_type')}. Set packing=concat.")
+  need(not v["num_epoch"] or kind not in ("mixture", "synthetic"),
+       f"{these('num_epoch', 'dataset_type')}: mixtures and random rows have no epochs. Set num_epoch=0 and steps.")
+  for entry in v["dataset_mixture"]:
+    weight = dataset("dataset_mixture", entry).label
+    need(re.fullmatch(r"\d*\.?\d+", weight) and float(weight) > 0,
+         f"dataset_mixture={show(entry)}: the weight must be a number above 0.")
+  names = [dataset("eval_datasets", entry).label for entry in v["eval_datasets"]]
+  for name in names:
+    need(re.fullmatch(r"[A-Za-z0-9_.-]+", name) and names.count(name) == 1,
+         f"eval_datasets: the name {show(name)} must be letters, digits, dots, dashes, and not come twice.")
+  need(not v["eval_rolling"] or v["eval_steps"] != -1,
+       "eval_rolling=true needs eval_steps: so many batches, and the next evaluation goes on behind them.")
   need(v["tokenizer_path"] or not reads_path,
        f"{these('tokenizer_type')} needs tokenizer_path, the file or folder of the tokenizer.")
   need(reads_path or not v["tokenizer_path"], f"{these('tokenizer_type')} does not read {these('tokenizer_path')}. "

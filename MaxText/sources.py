@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where documents come from: the installed Python's library, local files, or rows computed from the seed.
+"""Where documents come from: the installed Python's library, local files, shards, or rows computed from the seed.
 
-A row of SOURCES takes `dataset_path` and gives Files; documents() reads them by READERS, a row of which is a format.
+Small corpora are read whole: a row of SOURCES takes `dataset_path` and gives Files; documents() reads them by READERS,
+a row of which is a format. Large ones are read while training: tfds(), grain() and hf() give Shards, which any process
+reads from any record on; FORMATS has a row for each format of grain(). What reads a format is imported when it is read.
 """
 
+import contextlib
+import functools
 import glob
+import gzip
+import hashlib
+import importlib.util
+import io
 import json
 import os
+import re
+import sys
 import sysconfig
+import tempfile
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from MaxText.errors import DataError
+from MaxText.errors import ConfigError, DataError
 
 # Tests, tables and vendored or generated text say little about code.
 NOT_LIBRARY = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages", "dist-packages",
@@ -79,14 +91,10 @@ def read_jsonl(path):
     for number, line in enumerate(file, 1):
       if not line.strip():
         continue
-      try:
-        document = json.loads(line.decode("utf-8", "replace"))["text"]
-        if not isinstance(document, str):
-          raise TypeError
-      except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path}:{number}: a row must be an object with a string \"text\". Mend or drop it.") from error
-      # JSON can spell half a surrogate pair, which no encoder takes.
-      yield document if document.isascii() else document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+      document = _json_text(line, "text")
+      if isinstance(document, Fault):
+        raise DataError(f"{path}:{number}: {document.reason}. Mend or drop it.")
+      yield document
 
 
 READERS = {".txt": read_file, ".md": read_file, ".py": read_file, ".jsonl": read_jsonl}
@@ -120,6 +128,543 @@ def stamps(files):
       raise DataError(f"{path}: cannot be read ({error.strerror}). Mend it or leave it out.") from error
     found.append([os.path.abspath(path), stat.st_size, stat.st_mtime_ns])
   return found
+
+
+# --- Shards that are read while training -----------------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+  """What a format's reader yields for a record that holds no text."""
+
+  reason: str
+
+
+class Broken(Exception):
+  """What a format's reader raises where nothing behind the damage can be read."""
+
+
+class Shards:
+  """A corpus that is read in sequence, shard by shard, by as many processes as want to (picklable).
+
+  origin: what it is, for the log. fingerprint: sha256 over the shards' names and sizes and the field, not their content
+  or folder, so that a copy elsewhere is the same corpus. shards: their names, in a fixed order. skipped: records that
+  this process left out. reader(name, field, start, step) yields the records' texts, or Faults.
+  """
+
+  def __init__(self, origin, files, field, reader, data_errors):
+    """files: [(name, bytes, or what else tells versions apart)] in order. data_errors: "raise" or "skip"."""
+    identity = json.dumps([field, [(os.path.basename(name), size) for name, size in files]])
+    self.origin, self.shards, self.field = origin, tuple(name for name, _ in files), field
+    self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+    self.skipped = 0
+    self._reader, self._skip, self._warned = reader, data_errors == "skip", set()
+
+  def read(self, shard, start=0, step=1):
+    """Yields records start, start + step, ... of shards[shard]: the text ("" too), or None for one that is skipped.
+
+    A step costs less than reading all of them. Raises DataError with file and record number. With data_errors=skip
+    that is only for a store that does not answer or a field no record has: a record that is damaged or has no such text
+    comes as None, and damage behind which no record can be found ends the shard with a warning on stderr.
+    """
+    name, number = self.shards[shard], start
+    try:
+      for text in self._reader(name, self.field, start, step):
+        if isinstance(text, Fault):
+          if not self._skip:
+            raise DataError(f"{name}: record {number}: {text.reason}. Mend the file, or set data_errors=skip.")
+          self.skipped += 1
+          text = None
+        yield text
+        number += step
+    except Broken as error:
+      if not self._skip:
+        raise DataError(f"{name}: record {number}: {error}, so nothing behind it can be read. Bring the file back, or"
+                        " set data_errors=skip to leave the rest of it out.") from error
+      if name not in self._warned:
+        self._warned.add(name)
+        print(f"data: {name}: record {number}: {error}; the rest of this shard is left out", file=sys.stderr)
+    except DataError:
+      raise
+    except Exception as error:  # noqa: BLE001, stores raise their own
+      if isinstance(error, OSError) or "://" in name:
+        raise DataError(f"{name}: cannot be read ({_line(error)}). Mend it or leave it out.") from error
+      raise
+
+
+def tfds(path, name, split="train", field="text", data_errors="raise"):
+  """Shards of TFRecord as TensorFlow Datasets lays them out: <path>/c4/en/3.0.1/*-<split>.tfrecord-00000-of-01024.
+
+  path: the value of dataset_path, a local folder or gs:// (listed by gcsfs, read by TensorFlow). name: dataset_name,
+  "c4/en:3.0.1", "c4/en/3.0.1", or "c4/en" for the newest version there. Read by tf.data with its checksums; a file cut
+  within the 12 bytes before a record ends there without a word, as it does for tf.data. Raises ConfigError, DataError.
+  """
+  _require("tensorflow", "dataset_type=tfds", "tensorflow")
+  folder = f"{path.rstrip('/')}/{name.replace(':', '/').strip('/')}"
+  said = f"dataset_name={name}"
+  if not re.fullmatch(r"\d+\.\d+\.\d+", os.path.basename(folder)):
+    versions = [os.path.basename(found) for found, _ in _find(f"{folder}/*", "dataset_path", directories=True)]
+    versions = [version for version in versions if re.fullmatch(r"\d+\.\d+\.\d+", version)]
+    if not versions:
+      raise DataError(f"{said}: there is no version (a folder such as 3.0.1) in {folder}. Check dataset_path={path}.")
+    folder += "/" + max(versions, key=lambda version: [int(part) for part in version.split(".")])
+  splits, others = {}, 0
+  for file, size in _find(f"{folder}/*", "dataset_path"):
+    if found := re.fullmatch(r"(.+)-([^-]+)\.tfrecord-(\d+)-of-(\d+)", os.path.basename(file)):
+      dataset, which, number, count = found.groups()
+      splits.setdefault(which, {}).setdefault((dataset, int(count)), {})[int(number)] = (file, size)
+    others += ".array_record" in file
+  if split not in splits:
+    has = f"it has {', '.join(sorted(splits))}" if splits else "it has no .tfrecord-00000-of-... file"
+    way = " dataset_type=grain reads its ArrayRecord files." if others and not splits else " Name one it has."
+    raise DataError(f"{said}: no split {split} in {folder}; {has}.{way}")
+  if len(splits[split]) > 1:
+    several = ", ".join(f"{dataset} of {count}" for dataset, count in sorted(splits[split]))
+    raise DataError(f"{said}: {folder} holds several sets of {split} shards ({several}). Keep one.")
+  (((_, count), shards),) = splits[split].items()
+  missing = [str(number) for number in range(count) if number not in shards]
+  if missing:
+    raise DataError(f"{said}: {len(missing)} of {count} {split} shards are missing in {folder}: number"
+                    f" {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Fetch them.")
+  with contextlib.suppress(OSError), _open(f"{folder}/features.json") as file:
+    try:
+      fields = sorted(json.loads(file.read())["featuresDict"]["features"])
+    except (ValueError, TypeError, KeyError):
+      fields = [field]  # it only makes for a better message
+    if field not in fields:
+      raise DataError(f"{said}: no field {field} in {folder}/features.json; it has {', '.join(fields)}. Name one of"
+                      " them.")
+  return Shards(f"{name} {split}: {count} TFRecord shards in {folder}", [shards[number] for number in range(count)],
+                field, read_tfrecord, data_errors)
+
+
+def grain(path, field="text", data_errors="raise", key="dataset_path"):
+  """Shards of ArrayRecord, Parquet, .jsonl, .jsonl.gz, .json.gz or .jsonl.zst files, those of one format in one corpus.
+
+  path: the value of `key`: files, folders (recursive) and globs, comma separated; of each entry in sorted order. Local
+  or, but for ArrayRecord, any store fsspec has a package for (gs://, s3://, memory://). Records of ArrayRecord are
+  tf.train.Examples, JSON objects with the field, or plain text: the first ones of a file tell. Raises ConfigError,
+  DataError.
+  """
+  files = [(name, size) for entry in filter(None, path.split(",")) for name, size in _find(entry, key)
+           if _format(name)]
+  files = list(dict.fromkeys(files))
+  if not files:
+    raise DataError(f"{key}={path}: holds no {' '.join(FORMATS)} file. Give another.")
+  formats = sorted({_format(name) for name, _ in files})
+  if len(formats) > 1:
+    raise DataError(f"{key}={path}: holds {' and '.join(formats)} files. Name those of one format, e.g. *{formats[0]}.")
+  reader, package, pip = FORMATS[formats[0]]
+  _require(package, f"{key}={path}: reading {formats[0]}", pip)
+  if formats == [".array_record"] and any("://" in name for name, _ in files):
+    raise DataError(f"{key}={path}: ArrayRecord is read from local paths only. Mount the bucket (gcsfuse) or copy it.")
+  return Shards(f"{path}: {len(files)} {formats[0]} shards", files, field, reader, data_errors)
+
+
+def hf(path, data_dir="", files="", split="train", field="text", data_errors="raise"):
+  """Shards of a Hugging Face dataset, streamed: `path` on the hub, a local folder, or "parquet" or "json" for `files`.
+
+  files: comma separated paths, globs or URLs. Without network it reads local files. Starting late in a shard reads
+  what comes before, undecoded. Damage ends the shard, as the library finds no record behind it. Raises ConfigError,
+  DataError.
+  """
+  _require("datasets", "dataset_type=hf", "datasets")
+  import datasets
+
+  said = f"dataset_path={path}" + (f" hf_data_dir={data_dir}" if data_dir else "")
+  said += f" hf_train_files={files}" if files else ""
+  datasets.disable_progress_bars()
+  try:
+    builder = datasets.load_dataset_builder(path, data_dir=data_dir or None,
+                                            data_files=files.split(",") if files else None)
+    dataset = builder.as_streaming_dataset(split=split)
+  except Exception as error:  # noqa: BLE001, from OSError to StopIteration
+    raise DataError(f"{said} split={split}: cannot be opened ({_line(error)}). Check path, files and split.") from error
+  fields = dataset.column_names
+  if fields and field not in fields:
+    raise DataError(f"{said}: no field {field}; it has {', '.join(fields)}. Name one of them.")
+  names = list((builder.config.data_files or {}).get(split, []))
+  if len(names) != dataset.num_shards:
+    names = [f"{path}[{split}][{shard}]" for shard in range(dataset.num_shards)]
+  sizes = [os.path.getsize(name) if os.path.exists(name) else name for name in names]  # the hub's hold a revision
+  return Shards(f"{said} {split}: {len(names)} shards", list(zip(names, sizes, strict=True)), field,
+                Streamed(dataset, tuple(names)), data_errors)
+
+
+class Streamed(NamedTuple):
+  """Reads a shard of a Hugging Face IterableDataset."""
+
+  dataset: object
+  names: tuple
+
+  def __call__(self, name, field, start, step):
+    shard = self.dataset.shard(num_shards=len(self.names), index=self.names.index(name)).with_format("arrow")
+    batches = shard.iter(batch_size=BATCH_RECORDS)
+    at = 0
+    while True:
+      try:
+        table = next(batches, None)
+      except Exception as error:  # noqa: BLE001, every format and store raises its own
+        if _is_damage(error):
+          raise Broken(f"the file is damaged at or behind it ({_line(error)})") from error
+        raise OSError(_line(error)) from error
+      if table is None:
+        return
+      if field not in table.column_names:
+        raise DataError(f"{name}: no field {field}; it has {', '.join(table.column_names)}. Name one of them.")
+      rows = table.column(field).combine_chunks()
+      for text in _column_texts(rows, field, start - at, step):
+        start += step
+        yield text
+      at += len(table)
+
+
+# --- Formats of shards -----------------------------------------------------------------------------------------------
+
+# A reader(path, field, start, step) yields the text or Fault of records start, start + step, ... It raises Broken,
+# DataError where no record can have the field, and OSError.
+BATCH_RECORDS = 256
+
+
+def read_tfrecord(path, field, start, step):
+  """tf.train.Examples in a TFRecord file, local or on gs://, whose checksums tf.data verifies."""
+  tf = _import_tensorflow()
+  options = tf.data.Options()
+  options.autotune.enabled = False
+  options.threading.private_threadpool_size = 1  # it would be two threads
+  options.experimental_optimization.apply_default_optimizations = False  # 10 ms a shard for nothing here
+  read_bytes = 1 << 21 if "://" in path else 1 << 18  # by itself it takes 127 MiB for each file on gs://
+  records = tf.data.TFRecordDataset(path, buffer_size=read_bytes).with_options(options)
+  number, size = start, BATCH_RECORDS
+  data_loss, any_error = tf.errors.DataLossError, tf.errors.OpError  # the module may be gone when this is closed
+  while True:
+    try:
+      for batch in records.skip(number).shard(step, 0).batch(size).as_numpy_iterator():
+        for record in batch:
+          number += step
+          yield _example_text(record, field)
+      return
+    except data_loss:
+      # A batch is lost whole, and so is the file behind the damage: find the record, and begin again behind it.
+      if size > 1:
+        size = 1
+        continue
+      try:
+        record = next(records.skip(number).take(1).as_numpy_iterator(), None)
+        if record is None:  # the damage is in one of the records between this step's
+          return
+        text = _example_text(record, field)
+      except data_loss as error:
+        at = re.search(r"record at (\d+)", error.message)[1]
+        if "truncated" in error.message:
+          raise Broken(f"the file is cut short at byte {at}") from error
+        try:
+          next(records.skip(number + 1).take(1).as_numpy_iterator(), None)  # skip() follows the lengths
+        except data_loss as behind:
+          if f"record at {at}" in behind.message:
+            raise Broken(f"the record's length is damaged at byte {at}") from error
+        text = Fault(f"is damaged at byte {at} (its checksum differs)")
+      number, size = number + step, BATCH_RECORDS
+      yield text
+    except any_error as error:
+      raise OSError(error.message) from error
+
+
+def read_array_record(path, field, start, step):
+  """Examples, JSON objects or plain text in a local ArrayRecord file, whose checksums array_record verifies.
+
+  Its sequential reader takes a third of the time of Grain's data source, which looks up each record by itself.
+  """
+  from array_record.python import array_record_module
+
+  def open_at(number):
+    reader = array_record_module.ArrayRecordReader(
+        path, options="readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=READ_BYTES)
+    if number:
+      reader.seek(number)
+    return reader
+
+  os.stat(path)
+  reader = open_at(0)
+  if not reader.ok():  # it says why, and that there are no records, only to those who read one
+    try:
+      reader.read()
+    except RuntimeError as error:
+      raise Broken(f"the file is damaged ({_line(error)})") from error
+  text_of, count, reader = _look(open_at(0), field), reader.num_records(), None
+  for number in range(start, count, step):
+    try:
+      if reader is None:
+        reader = open_at(number)
+      elif step > 1:
+        reader.seek(number)
+      text = text_of(reader.read(), field)
+    except RuntimeError as error:
+      reader, text = None, Fault(f"is damaged ({_line(error)})")  # a reader that has failed does so for ever
+    yield text
+
+
+def _look(reader, field):
+  """What makes text of the records of an ArrayRecord reader: what most of the first few are, with this field or not."""
+  votes = {_example_text: 0, _json_text: 0, _plain_text: 0}
+  for _ in range(min(16, reader.num_records())):
+    try:
+      record = reader.read()
+    except RuntimeError:
+      break
+    text_of = _plain_text
+    if record[:1] == b"\n" and _example_text(record, field) != NO_EXAMPLE:
+      text_of = _example_text
+    elif record[:1] == b"{":
+      with contextlib.suppress(ValueError, RecursionError):
+        json.loads(record.decode("utf-8", "replace"))
+        text_of = _json_text
+    votes[text_of] += 1
+  return max(votes, key=votes.get)
+
+
+def read_parquet(path, field, start, step):
+  """A string or binary column of a Parquet file, from the row group on that holds the first record."""
+  import pyarrow
+  import pyarrow.parquet
+
+  with _open(path) as source:
+    try:
+      file = pyarrow.parquet.ParquetFile(source, page_checksum_verification=True, pre_buffer="://" in path)
+    except pyarrow.ArrowException as error:
+      raise Broken(f"the file is damaged ({_line(error)})") from error
+    if field not in file.schema_arrow.names:
+      raise DataError(f"{path}: no field {field}; it has {', '.join(file.schema_arrow.names)}. Name one of them.")
+    end, number = 0, start
+    for group in range(file.num_row_groups):
+      at, end = end, end + file.metadata.row_group(group).num_rows
+      if number >= end:
+        continue
+      try:
+        for batch in file.iter_batches(BATCH_RECORDS, [group], [field], use_threads=False):
+          for text in _column_texts(batch.column(0), field, number - at, step):
+            number += step
+            yield text
+          at += len(batch)
+      except (ValueError, OSError) as error:
+        if not _is_damage(error):
+          raise
+        while number < end:
+          number += step
+          yield Fault(f"is in the damaged row group {group} ({_line(error)})")
+
+
+def _column_texts(column, field, first, step):
+  """The texts in rows first, first + step, ... of an Arrow column."""
+  import pyarrow
+
+  if first >= len(column):
+    return
+  try:
+    if pyarrow.types.is_dictionary(column.type):
+      column = column.cast(column.type.value_type)
+    column = column.take(pyarrow.array(range(first, len(column), step))) if step > 1 else column.slice(first)
+    values = column.cast(pyarrow.large_binary()).to_pylist()
+  except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid) as error:
+    raise DataError(f"field {field} is of type {column.type} and holds no text. Name another.") from error
+  for value in values:
+    yield Fault(f"has no text in field {field}") if value is None else value.decode("utf-8", "replace")
+
+
+def read_rows(path, field, start, step):
+  """JSON objects, one a line, blank lines not counted; .gz by gzip, .zst by pyarrow. What comes before is read too."""
+  with _open(path) as source:
+    if path.endswith(".gz"):
+      lines = io.BufferedReader(gzip.GzipFile(fileobj=source), READ_BYTES)
+    elif path.endswith(".zst"):
+      import pyarrow
+
+      lines = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(source), "zstd"), READ_BYTES)
+    else:
+      lines = source
+    number = 0
+    try:
+      for count, line in enumerate(lines, 1):
+        if line.isspace():
+          continue
+        if number >= start and (number - start) % step == 0:
+          text = _json_text(line, field)
+          yield Fault(f"{text.reason} (line {count})") if isinstance(text, Fault) else text
+        number += 1
+    except (EOFError, zlib.error, OSError) as error:
+      if not _is_damage(error):
+        raise
+      raise Broken(f"the file is damaged behind record {number - 1} ({_line(error)})") from error
+
+
+READ_BYTES = 1 << 15  # larger ones are slower
+# Ending -> reader, the package it needs, and what pip calls that.
+FORMATS = {
+    ".array_record": (read_array_record, "array_record", "grain"),
+    ".parquet": (read_parquet, "pyarrow", "pyarrow"),
+    ".jsonl": (read_rows, "json", ""),
+    ".jsonl.gz": (read_rows, "gzip", ""),
+    ".json.gz": (read_rows, "gzip", ""),
+    ".jsonl.zst": (read_rows, "pyarrow", "pyarrow"),
+}
+
+
+def _format(name):
+  """The ending in FORMATS of a file's name, behind which -00000-of-00008 may stand; None where it has none."""
+  name = re.sub(r"-\d+-of-\d+$", "", name)
+  return next((ending for ending in FORMATS if name.endswith(ending)), None)
+
+
+def _json_text(line, field):
+  """The text in `field` of a JSON object in UTF-8, or a Fault."""
+  try:
+    text = json.loads(line.decode("utf-8", "replace"))[field]
+    if not isinstance(text, str):
+      raise TypeError
+  except (ValueError, TypeError, KeyError, RecursionError):
+    return Fault(f'a row must be an object with a string "{field}"')
+  # JSON can spell half a surrogate pair, which no encoder takes.
+  return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _plain_text(record, _field):
+  return record.decode("utf-8", "replace")
+
+
+NO_EXAMPLE = Fault("is no tf.train.Example")
+
+
+def _example_text(record, field):
+  """The text in `field` of a serialized tf.train.Example, or a Fault.
+
+  Example{Features 1}, Features{map<string, Feature> 1}, Feature{BytesList 1 | ...}, BytesList{bytes 1}, as in
+  tensorflow/core/example/{example,feature}.proto, on the wire as protobuf.dev/programming-guides/encoding says.
+  """
+  key = field.encode()
+  key = b"\n" + bytes([len(key)]) + key  # a map's entry begins with its key
+  try:
+    _, at, end = _wire_field(record, 0)
+    if end != len(record):
+      raise ValueError
+    while at < end:
+      _, begin, at = _wire_field(record, at)
+      if record.startswith(key, begin):
+        _, begin, stop = _wire_field(record, begin + len(key))  # Feature
+        kind, begin, stop = _wire_field(record, begin) if begin < stop else (1, stop, stop)
+        if kind != 1:
+          return Fault(f"field {field} holds numbers")
+        if begin == stop:
+          break
+        _, begin, first = _wire_field(record, begin)
+        if first != stop:
+          return Fault(f"field {field} holds several texts")
+        return record[begin:first].decode("utf-8", "replace")
+  except (ValueError, IndexError):
+    return NO_EXAMPLE
+  return Fault(f"has no text in field {field}")
+
+
+def _wire_field(data, at):
+  """(number, begin, end) of the length-delimited protobuf field at `at`. Raises IndexError, ValueError."""
+  tag, size = data[at], data[at + 1]
+  at += 2
+  if size > 127:
+    size, shift = size & 127, 7
+    while True:
+      byte = data[at]
+      at += 1
+      size |= (byte & 127) << shift
+      if byte < 128:
+        break
+      shift += 7
+  if tag & 7 != 2 or at + size > len(data):
+    raise ValueError
+  return tag >> 3, at, at + size
+
+
+@functools.cache
+def _import_tensorflow():
+  """TensorFlow without this machine's accelerators, which are jax's, with one thread of its own, and quiet."""
+  # Its libraries talk on file descriptor 2 before any setting reaches them: what others say meanwhile is kept.
+  before = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
+  os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+  sys.stderr.flush()
+  stderr = os.dup(2)
+  with tempfile.TemporaryFile() as said:
+    os.dup2(said.fileno(), 2)
+    try:
+      import tensorflow as tf
+
+      with contextlib.suppress(RuntimeError):  # somebody uses it already
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.set_visible_devices([], "GPU")
+        tf.config.set_visible_devices([], "TPU")
+        tf.constant(0)  # makes it look at the devices now
+    finally:
+      os.dup2(stderr, 2)
+      os.close(stderr)
+      os.environ.pop("TF_CPP_MIN_LOG_LEVEL")
+      if before is not None:
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = before
+      said.seek(0)
+      for line in said:
+        if not re.match(rb"WARNING: All log messages before|[IWE]\d{4} |To enable the following", line):
+          os.write(2, line)
+  return tf
+
+
+def _require(package, said, pip):
+  """Raises ConfigError where a package is not installed."""
+  if importlib.util.find_spec(package) is None:
+    raise ConfigError(f"{said} needs the package {pip}, which is not installed. pip install {pip}")
+
+
+def _find(entry, key, directories=False):
+  """[(name, bytes)] in sorted order of the files (or directories) that a path, folder or glob in a store means."""
+  import fsspec
+
+  try:
+    store, inner = fsspec.core.url_to_fs(entry)
+    if any(sign in inner for sign in "*?["):
+      found = store.glob(inner, detail=True)
+    elif store.isdir(inner):
+      found = store.find(inner, detail=True)
+      hidden = re.compile(r"/\.")
+      found = {name: info for name, info in found.items() if not hidden.search(name[len(inner.rstrip("/")):])}
+    else:
+      found = {inner: store.info(inner)}
+  except FileNotFoundError:
+    found = {}
+  except Exception as error:  # noqa: BLE001, each store raises its own, ImportError where its package is missing
+    raise DataError(f"{key}={entry}: cannot be listed ({_line(error)}). Check the path and its permissions.") from error
+  name_of = store.unstrip_protocol if "://" in entry else str
+  return [(name_of(name), info["size"] or 0) for name, info in sorted(found.items())
+          if (info["type"] == "directory") == directories]
+
+
+def _open(name):
+  """A binary file, local or in any store that fsspec has a package for."""
+  if "://" not in name:
+    return open(name, "rb")
+  import fsspec
+
+  store, inner = fsspec.core.url_to_fs(name)
+  return store.open(inner, "rb")
+
+
+def _is_damage(error):
+  """Whether an error tells of a damaged file, not of a store that fails: Arrow raises ValueErrors and bare OSErrors."""
+  damages = (EOFError, zlib.error, gzip.BadGzipFile, ValueError)
+  return isinstance(error, damages) or (type(error) is OSError and error.errno is None)
+
+
+def _line(error):
+  """An exception in one short line."""
+  text = getattr(error, "strerror", None) or " ".join(str(error).split())
+  return (text or type(error).__name__)[:200]
+
+
+# --- Rows computed from the seed -------------------------------------------------------------------------------------
 
 
 class Synthetic:

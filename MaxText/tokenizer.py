@@ -96,6 +96,7 @@ class SentencePiece:
   """A SentencePiece model as it is (bytes of the .model file): its own normalization decides what survives."""
 
   kind = "sentencepiece"
+  num_threads = os.cpu_count()  # of encode_documents(); a worker process sets its own to 1
 
   def __init__(self, model):
     import sentencepiece  # 0.07 s that other tokenizers need not pay
@@ -115,7 +116,8 @@ class SentencePiece:
     return [ids for group in _groups(texts) for ids in self._encode_group(group)]
 
   def _encode_group(self, texts):
-    return [np.array(ids, self.dtype) for ids in self._processor.encode(texts, num_threads=os.cpu_count())]
+    encoded = self._processor.encode(texts, out_type="numpy", num_threads=self.num_threads)
+    return [ids.astype(self.dtype) for ids in encoded]
 
   def decode(self, ids):
     return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])

@@ -229,7 +229,7 @@ class Run:
     self.say(self.data.summary)
     self.state, position = starting.result()
     if position:
-      self.data.check(position)
+      self.data.resume(position)
     if self.chief:  # not before all that could refuse this config for this run
       directory = epath.Path(cfg.run_directory)
       directory.mkdir(parents=True, exist_ok=True)
@@ -237,10 +237,12 @@ class Run:
     self.done = int(self.state["step"])
     self.skipped_in_a_row = position.get("skipped_in_a_row", 0) if position else 0
     self.eval_owed = position.get("eval_owed", False) if position else False  # a signal cut the last evaluation short
+    self.evaluated = -1  # the step of the last one
     with self.ledger.measure("compile"):
       self.train_step = preparing.result()
     # Behind the train step, and needed only after many of them.
-    self.eval_step = in_thread(self.compile, lower_eval_step) if cfg.eval_interval != -1 and self.data.eval else None
+    evaluates = cfg.eval_interval != -1 and self.data.evals
+    self.eval_step = in_thread(self.compile, lower_eval_step) if evaluates else None
     self.tasks = None  # parameters -> {name: value} of eval_tasks, or None when a signal cut it short
     self.num_parameters = sum(x.size for x in jax.tree.leaves(self.state["params"]))
     self.say(f"parameters: {self.num_parameters:,}")
@@ -279,6 +281,7 @@ class Run:
     device = self.mesh.devices.flat[0]
     with (
         contextlib.closing(self.checkpointer) if self.checkpointer else contextlib.nullcontext(),
+        contextlib.closing(self.data),
         metrics.Recorder(cfg, self.num_parameters, self.mesh.size, device.device_kind, ledger=ledger,
                          done=self.done, process_index=jax.process_index()) as self.recorder,
         diagnostics.Profiler(cfg, cfg.tensorboard_directory, self.done) as profiler,
@@ -295,13 +298,16 @@ class Run:
           finished = self.evaluate(where) or finished
       while not finished and not self.signals.received:
         with ledger.measure("data_wait"):
-          batch = next(batches)
+          batch = next(batches, None)
         with ledger.measure("step"), profiler.step(self.done, self.state):
-          self.state, step_metrics = self.train_step(self.state, batch, optim.hyper(cfg, self.done))
-          self.done += 1
-          self.pending.append((self.done, step_metrics))
-          finished = self.done == cfg.steps
-          evaluates = (self.eval_step or self.tasks) and cfg.eval_interval != -1
+          if batch is None:
+            self.recorder.note(f"num_epoch={cfg.num_epoch} are over: step {self.done} is the last")
+          else:
+            self.state, step_metrics = self.train_step(self.state, batch, optim.hyper(cfg, self.done))
+            self.done += 1
+            self.pending.append((self.done, step_metrics))
+          finished = batch is None or self.done == cfg.steps
+          evaluates = (self.eval_step or self.tasks) and cfg.eval_interval != -1 and self.evaluated != self.done
           self.eval_owed = bool(evaluates and (finished or self.done % cfg.eval_interval == 0))
           save_due = self.done % cfg.checkpoint_period == 0 or finished and cfg.save_checkpoint_on_completion
           self.report(0 if self.eval_owed or save_due or finished or self.signals.received else self.in_flight)
@@ -337,27 +343,34 @@ class Run:
 
   def evaluate(self, where):
     """One evaluation; True when it reached target_eval_loss. One that a signal cuts short is owed by the next start."""
-    cfg, sums, values, reached = self.cfg, [], {}, False
-    if self.eval_step:
+    cfg, values, reached = self.cfg, {}, False
+    first, count = 0, None
+    if cfg.eval_rolling:
+      first, count = (-(-self.done // cfg.eval_interval) - 1) * cfg.eval_steps, cfg.eval_steps
+    for name, dataset in self.data.evals.items() if self.eval_step else ():
       with self.ledger.measure("compile"):
         eval_step = self.eval_step.result()
-      with data.batches(self.data.eval, 0, cfg.eval_batch_size, where, prefetch=cfg.prefetch_batches) as batches:
+      sums = []
+      with data.batches(dataset, first, cfg.eval_batch_size, where, prefetch=cfg.prefetch_batches,
+                        count=count) as batches:
         for batch in batches:
           sums.append(jax.device_get(eval_step(self.state["params"], batch)))
           if self.signals.received:
             return False
-      nll, correct, weights = (sum(float(s[name]) for s in sums) for name in ("nll", "correct", "weights"))
-      values = {"loss": nll / weights, "accuracy": correct / weights, "total_weights": weights}
-      reached = nll / weights <= cfg.target_eval_loss
+      nll, correct, weights = (sum(float(s[key]) for s in sums) for key in ("nll", "correct", "weights"))
+      found = {"loss": nll / weights, "accuracy": correct / weights, "total_weights": weights}
+      values |= {f"eval/{name}/{key}": value for key, value in found.items()} if name else found
+      reached = reached or not name and nll / weights <= cfg.target_eval_loss
     if self.tasks:
       found = self.tasks(self.state["params"])
       if found is None:
         return False
       values |= {f"eval/{name}": value for name, value in found.items()}
-    self.eval_owed = False
+    self.eval_owed, self.evaluated = False, self.done
     self.recorder.eval(self.done, values)
     if reached:
-      self.recorder.note(f"eval loss {nll / weights:.4f} has reached target_eval_loss={cfg.target_eval_loss}: finished")
+      loss, target = values["loss"], cfg.target_eval_loss
+      self.recorder.note(f"eval loss {loss:.4f} has reached target_eval_loss={target}: finished")
     return reached
 
 

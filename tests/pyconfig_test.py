@@ -426,7 +426,7 @@ BAD_ARGUMENTS = [  # (arguments, what the message has to name)
         ("dtype", "bf16"), ("attention", "flsh"), ("remat_policy", "all"),
         ("mlp_activations", "[]"), ("mlp_activations", "[silu,linear,relu]"), ("mlp_activations", "[silu"),
         ("mlp_activations", "[[silu]]"), ("mlp_activations", "swish"), ("position_embedding", "alibi"),
-        ("dataset_type", "c4"), ("dataset_type", "text"), ("dataset_path", "/nowhere"), ("tokenizer_path", "/nowhere"),
+        ("dataset_type", "c5"), ("dataset_type", "text"), ("dataset_path", "/nowhere"), ("tokenizer_path", "/nowhere"),
         ("tokenizer_type", "sentencepiece"), ("load_parameters_path", "/nowhere"),
         ("load_full_state_path", "/no/where"),
         ("profiler", "nsys"), ("compile_topology", "v5e 256"), ("target_eval_loss", "-1"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText import data, sources, tokenizer
+from MaxText import corpus, sources, tokenizer
 from MaxText.errors import ConfigError
 
 SHARED = Path(__file__).parents[1] / "../shared/data"
@@ -347,12 +347,12 @@ def test_decoding_fewer_ids_gives_the_beginning_of_the_text_up_to_half_a_charact
 def test_a_corpus_is_kept_with_its_hugging_face_tokenizer(folder, tmp_path):
   words = tokenizer.load_given(str(folder))
   tokens = np.concatenate(words.encode_documents(["one text", "another"]))
-  manifest = {"format": data.FORMAT, "tokenizer": words.kind, "dtype": words.dtype.str, "sha256": {}}
-  data.Corpus(manifest, tokens, np.array([0, len(tokens)], "<i8"), words).write(tmp_path)
+  manifest = {"format": corpus.FORMAT, "tokenizer": words.kind, "dtype": words.dtype.str, "sha256": {}}
+  corpus.Corpus(manifest, tokens, np.array([0, len(tokens)], "<i8"), words).write(tmp_path)
   for name in ("tokens", "offsets", "tokenizer.model"):
     manifest["sha256"][name] = hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
   (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-  again = data.Corpus.read(tmp_path)
+  again = corpus.Corpus.read(tmp_path)
   assert again.tokenizer.decode(again.tokens) == "one textanother"
   assert (again.tokenizer.eos_id, again.tokenizer.fingerprint) == (2, words.fingerprint)
 
