@@ -517,20 +517,21 @@ class batches:
 
   dataset: Packed, Whole, Streams or Mixture. batch(step) is its rows [step, step + 1) * batch_rows; each process makes
   only those of its own devices. The thread works `prefetch` batches ahead and ends with close(), the end of a `with`
-  block, the last batch, or the first that is all padding, on all processes. `count`: at most so many; where the rows
-  have no end. What the thread raises is raised by next(). `reuse` gives the first batch for ever.
-  `wait_seconds` adds up the time next() had to wait.
+  block, the last batch, or the first that is all padding, on all processes. What it raises is raised by next().
+  `reuse` gives the first batch for ever, `count` so many, whatever the dataset has. local_rows (low, high): numpy
+  arrays of these rows instead, on no device. `wait_seconds` adds up the time next() had to wait.
   """
 
-  def __init__(self, dataset, first_step, batch_rows, sharding, *, prefetch=2, reuse=False, count=None):
+  def __init__(self, dataset, first_step, batch_rows, sharding, *, prefetch=2, reuse=False, count=None,
+               local_rows=None):
     self.wait_seconds = 0.0
     self._ends = isinstance(dataset, streams.Streams) and dataset.epochs > 0  # where is known when it is read
     self._queue = queue.Queue(prefetch)
     self._stop = threading.Event()
     self._finalize = weakref.finalize(self, self._stop.set)
     self._thread = threading.Thread(
-        target=_produce, args=(self._queue, self._stop, dataset, first_step, batch_rows, sharding, reuse, count),
-        name="data prefetch", daemon=True)
+        target=_produce, name="data prefetch", daemon=True,
+        args=(self._queue, self._stop, dataset, first_step, batch_rows, sharding, reuse, count, local_rows))
     self._thread.start()
 
   def __iter__(self):
@@ -562,7 +563,7 @@ class batches:
     self.close()
 
 
-def _produce(out, stop, dataset, first_step, batch_rows, sharding, reuse, count):
+def _produce(out, stop, dataset, first_step, batch_rows, sharding, reuse, count, local_rows):
   """The thread of batches(); it must not know the iterator itself, so that one that is dropped ends it."""
   def put(item):
     while not stop.is_set():
@@ -576,7 +577,11 @@ def _produce(out, stop, dataset, first_step, batch_rows, sharding, reuse, count)
     if count is not None:
       last_step = step + count
     while not stop.is_set() and (last_step is None or step < last_step):
-      batch = _place(dataset, step, batch_rows, sharding)
+      if local_rows:
+        batch = dataset.rows(*(step * batch_rows + row for row in local_rows))
+        batch = batch, bool(batch["loss_weights"].any())
+      else:
+        batch = _place(dataset, step, batch_rows, sharding)
       put(batch)
       while reuse and not stop.is_set():
         put(batch)

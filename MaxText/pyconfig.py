@@ -206,6 +206,11 @@ RANGES = _PARALLELISM | {
     "skip_first_n_steps_for_profiler": (0, 10**9),
     "skip_step_gradient_norm": (0, 1e12),
     "stack_trace_interval_seconds": (1, 10**6),
+    "standalone_first_step": (0, 10**12),
+    "standalone_process_count": (1, 10**6),
+    "standalone_process_index": (0, 10**6),
+    "standalone_show_batches": (0, 10**9),
+    "standalone_step_seconds": (0, 3600),
     "steps": (0, 10**9, -1),
     "target_eval_loss": (0, 1000),
     "trainable_position_size": (0, 10**8),
@@ -222,7 +227,9 @@ MACHINE_KEYS = {*_PARALLELISM, "attention", "compile_mode", "compile_report_file
                 "compile_topology_num_slices", "compiled_trainstep_file", "decode_output_file",
                 "eval_per_device_batch_size", "eval_tasks", "libtpu_init_args", "load_full_state_path",
                 "per_device_batch_size", "plan", "plan_directory", "plan_minutes", "plan_processes",
-                "prepare_directory", "prepare_verify", "prepare_workers", "prompt_file", "xla_flags"}
+                "prepare_directory", "prepare_verify", "prepare_workers", "prompt_file",
+                "standalone_first_step", "standalone_process_count", "standalone_process_index",
+                "standalone_show_batches", "standalone_step_seconds", "xla_flags"}
 
 # Of use only with the run's own copy of its data.
 DATA_KEYS = ("dataset_type", "dataset_path", "dataset_mixture", "eval_dataset_path", "eval_datasets")

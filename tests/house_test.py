@@ -31,7 +31,7 @@ LAYERS = (
     ("attention", "quantize", "metrics", "hlo_cost", "executable", "sources"),
     ("corpus", "streams"),
     ("moe", "optim", "data", "checkpoint", "pipeline", "planner"),
-    ("model", "prepare"),
+    ("model", "prepare", "standalone_dataloader"),
     ("lora", "convert"),
     ("decode",),
     ("train", "evals"),
