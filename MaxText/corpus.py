@@ -171,7 +171,7 @@ def open_snapshot(cfg, readers=(), *, process_index=0, process_count=1):
 def request_of(cfg):
   """{key: value} of all that a snapshot depends on. Where documents are elsewhere, their fingerprint is in the position
   that checkpoints hold, and they may move."""
-  keys = [key for key in REQUEST if cfg.dataset_type in sources.SOURCES or key in TOKENIZER_REQUEST]
+  keys = REQUEST if cfg.dataset_type in sources.SOURCES else ("dataset_type", *TOKENIZER_REQUEST)
   request = {key: getattr(cfg, key) for key in keys}
   if request["tokenizer_type"] == "bpe":
     request["vocab_size"] = cfg.vocab_size
