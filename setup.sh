@@ -12,7 +12,7 @@
 #   JAX_VERSION=0.10.1     this jax instead of the pinned one
 #   VENV=path              default: the active environment, else .venv beside this file
 #   PYTHON=path            the Python (3.11, 3.12 or 3.13) to make the environment from
-#   MINIMAL=1              without TensorFlow and libtpu: what training on this machine needs
+#   MINIMAL=1              without TensorFlow, ArrayRecord, Parquet, libtpu: what training on this machine needs
 #   DEV=1                  also what tests and lint need
 #   DRY_RUN=1              print the commands instead of running them
 #
