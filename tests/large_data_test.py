@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -217,3 +218,65 @@ def test_prepared_token_files_train_to_the_losses_of_nothing_else(files):
   shutil.rmtree(files / "tokens/a")
   _, _, said = train(files, "cut", *keys, "steps=9", code=2)
   assert "dataset_type=tokens" in said.strip().splitlines()[-1]
+
+
+# --- Several processes -----------------------------------------------------------------------------------------------
+
+# Process sys.argv[1] of sys.argv[2]: the rows its devices get of three batches, and the position behind them.
+PROCESS = """
+import json, sys
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+index, count, port, *argv = sys.argv[1:]
+jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
+from jax.sharding import NamedSharding, PartitionSpec
+from MaxText import data, pyconfig, sharding
+cfg = pyconfig.resolve(pyconfig.load(argv), jax.devices())
+mesh = sharding.make_mesh(cfg, jax.devices())
+with sharding.use(mesh, cfg.logical_axis_rules):
+  opened = data.open(cfg, process_index=jax.process_index(), process_count=jax.process_count())
+  where = NamedSharding(mesh, sharding.spec("batch", "length"))
+  rows, steps = {}, 0
+  with data.batches(opened.train, 0, cfg.global_batch_size, where) as batches:
+    for batch in batches:
+      for shard in batch["inputs"].addressable_shards:
+        for row, ids in zip(range(cfg.global_batch_size)[shard.index[0]], shard.data.tolist()):
+          rows[f"{steps}.{row}"] = ids
+      steps += 1
+      if steps == int(sys.argv[-1].partition("=")[2]):
+        break
+  print(json.dumps([rows, steps, opened.position(steps)]))
+"""
+
+
+def processes(files, count, name, *arguments):
+  """What PROCESS prints in each of `count` processes of 4 / count fake devices."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  command = [sys.executable, "-c", PROCESS]
+  keys = ["configs/base.yml", f"run_name={name}", f"base_output_directory={files}/runs", "tokenizer_type=byte",
+          "vocab_size=384", f"max_target_length={LENGTH}", "per_device_batch_size=2", "data_cache_dir=",
+          "eval_interval=-1", f"dataset_path={files}/a/*.gz", *arguments]  # fmt: skip
+  environment = os.environ | {
+      "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
+      "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+  started = [subprocess.Popen([*command, str(i), str(count), str(port), *keys], cwd=REPO, env=environment,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for i in range(count)]
+  found = []
+  for process in started:
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error[-2000:]
+    found.append(json.loads(out.splitlines()[-1]))
+  return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [["steps=3"], ["num_epoch=1", "steps=1000"]], ids=" ".join)
+def test_processes_make_the_batches_of_one_and_agree_on_the_position_and_the_end(files, keys):
+  (whole,) = processes(files, 1, "one", *keys)
+  for count in (2, 4):
+    parts = processes(files, count, f"of{count}", *keys)
+    assert {row: ids for part in parts for row, ids in part[0].items()} == whole[0]
+    assert sum(len(part[0]) for part in parts) == len(whole[0])
+    assert all(part[1:] == whole[1:] for part in parts)
