@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data that do not fit memory: streams, token files, mixtures and several evaluation sets, by their keys."""
 
+import functools
 import gzip
 import json
 import os
@@ -10,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from tiny import tiny
 
-from MaxText import data, pyconfig, tokenizer
+from MaxText import data, model, pyconfig, sharding, sources, streams, tokenizer, train
 from MaxText.errors import ConfigError, DataError
 
 REPO = Path(__file__).parents[1]
@@ -161,7 +164,7 @@ def test_a_wrong_key_is_one_line(files, arguments, says):
 # --- Whole runs ------------------------------------------------------------------------------------------------------
 
 
-def train(files, name, *arguments, code=0):
+def run(files, name, *arguments, code=0):
   """(metrics rows, evaluations, output) of train.py; a small model on one device."""
   done = subprocess.run(
       [sys.executable, "MaxText/train.py", "configs/base.yml", f"run_name={name}",
@@ -178,14 +181,14 @@ def train(files, name, *arguments, code=0):
 
 def test_a_streamed_run_that_was_cut_goes_on_bit_for_bit_with_other_workers(files):
   keys = [f"dataset_path={files}/a/*.gz", "eval_interval=-1", "learning_rate_schedule_steps=12"]
-  whole, _, _ = train(files, "whole", *keys, "steps=12", "data_workers=2")
-  train(files, "cut", *keys, "steps=5")
-  cut, _, _ = train(files, "cut", *keys, "steps=12", "data_workers=1")
+  whole, _, _ = run(files, "whole", *keys, "steps=12", "data_workers=2")
+  run(files, "cut", *keys, "steps=5")
+  cut, _, _ = run(files, "cut", *keys, "steps=12", "data_workers=1")
   assert cut == whole and len(whole) == 12
 
 
 def test_epochs_end_a_run_and_the_last_evaluation_and_checkpoint_are_of_its_end(files):
-  steps, evals, said = train(files, "run", f"dataset_path={files}/b/*.gz", f"eval_dataset_path={files}/held",
+  steps, evals, said = run(files, "run", f"dataset_path={files}/b/*.gz", f"eval_dataset_path={files}/held",
                              "num_epoch=2", "steps=1000", "eval_interval=1000", "learning_rate_schedule_steps=50")
   last = steps[-1][0]
   assert 10 < last < 100 and f"num_epoch=2 are over: step {last} is the last" in said
@@ -196,8 +199,8 @@ def test_epochs_end_a_run_and_the_last_evaluation_and_checkpoint_are_of_its_end(
 def test_rolling_evaluations_go_on_where_the_last_one_ended(files):
   keys = [f"dataset_path={files}/a/*.gz", f"eval_dataset_path={files}/held", "eval_interval=2", "learning_rate=0.0",
           "steps=8"]  # fmt: skip
-  _, rolling, _ = train(files, "rolling", *keys, "eval_steps=2", "eval_rolling=true")
-  _, whole, _ = train(files, "whole", *keys)
+  _, rolling, _ = run(files, "rolling", *keys, "eval_steps=2", "eval_rolling=true")
+  _, whole, _ = run(files, "whole", *keys)
   losses = [row["eval/loss"] for row in rolling]
   assert len(set(losses)) == 4  # the model stays as it is: other rows
   assert all(row["eval/total_weights"] == 2 * ROWS * LENGTH for row in rolling)  # around the end without padding
@@ -211,13 +214,52 @@ def test_prepared_token_files_train_to_the_losses_of_nothing_else(files):
                    cwd=REPO, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True, capture_output=True)
   keys = [f"dataset_path={files}/tokens/a", f"eval_dataset_path={files}/tokens/held", "eval_interval=4",
           "learning_rate_schedule_steps=8"]  # fmt: skip
-  whole, evals, said = train(files, "whole", *keys, "steps=8")
-  train(files, "cut", *keys, "steps=3")
-  cut, _, _ = train(files, "cut", *keys, "steps=8")
+  whole, evals, said = run(files, "whole", *keys, "steps=8")
+  run(files, "cut", *keys, "steps=3")
+  cut, _, _ = run(files, "cut", *keys, "steps=8")
   assert cut == whole and len(evals) == 2 and "Traceback" not in said
   shutil.rmtree(files / "tokens/a")
-  _, _, said = train(files, "cut", *keys, "steps=9", code=2)
+  _, _, said = run(files, "cut", *keys, "steps=9", code=2)
   assert "dataset_type=tokens" in said.strip().splitlines()[-1]
+
+
+# --- Packing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_a_document_in_a_packed_row_has_the_loss_that_it_has_alone(packing, tmp_path):
+  lengths = np.random.default_rng(0).integers(3, 30, 24)
+  texts = ["".join(chr(97 + (i * 7 + j * j) % 26) for j in range(n)) for i, n in enumerate(lengths)]
+  (tmp_path / "texts.jsonl.gz").write_bytes(gzip.compress("".join(
+      json.dumps({"text": text}) + "\n" for text in texts).encode()))
+  cfg = tiny(max_target_length=64, add_bos=True)
+  with sharding.use(sharding.make_mesh(cfg, jax.devices()[:1]), cfg.logical_axis_rules):
+    graph, abstract, *_ = model.abstract(cfg)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.normal(0.0, 0.2, x.shape).astype(x.dtype), abstract)
+    sums = jax.jit(functools.partial(train.eval_step, cfg, graph))
+    words = tokenizer.Byte()
+    packed = streams.Streams(sources.grain(f"{tmp_path}/*.gz"), words, 64, 8, packing=packing, epochs=1, add_bos=True)
+    whole = {}  # text -> its loss in a row with others
+    for step in range(100):
+      batch = packed.rows(step * 8, step * 8 + 8)
+      for row in range(8):
+        for segment in range(1, int(batch["segmentations"][row].max()) + 1):
+          here = np.zeros_like(batch["loss_weights"])
+          here[row] = batch["segmentations"][row] == segment
+          ids = [*batch["inputs"][here > 0], batch["targets"][here > 0][-1]]
+          if ids[0] == words.bos_id and ids[-1] == words.eos_id:
+            whole[words.decode(ids)] = float(sums(params, batch | {"loss_weights": here})["nll"])
+      if packed.exhausted:
+        break
+    assert len(whole) == len(texts) if packing == "best_fit" else len(whole) > len(texts) / 2
+    for text, loss in whole.items():
+      ids = np.array([words.bos_id, *words.encode(text), words.eos_id])
+      alone = {key: np.zeros((8, 64), np.float32 if key == "loss_weights" else np.int32) for key in batch}
+      for key, values in (("inputs", ids[:-1]), ("targets", ids[1:]), ("positions", np.arange(len(ids) - 1)),
+                          ("segmentations", 1), ("loss_weights", 1.0)):
+        alone[key][0, :len(ids) - 1] = values
+      assert loss == pytest.approx(float(sums(params, alone)["nll"]), rel=1e-5)
 
 
 # --- Several processes -----------------------------------------------------------------------------------------------
