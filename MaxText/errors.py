@@ -11,6 +11,9 @@ DONE, CONFIG, CHECKPOINT, STORAGE, NUMERICS, DOES_NOT_FIT = 0, 2, 3, 4, 5, 6
 DATA, HANG, STOPPED, PEER_DIED = 65, 70, 75, 76
 
 
+LAST_WORDS = []  # functions of (exit code, line) that are called before a process ends with an error
+
+
 class RunError(Exception):
   """A failure explained in one line; the process ends with `exit_code`."""
 
@@ -59,6 +62,12 @@ class Stopped(RunError):
   exit_code = STOPPED
 
 
+class PeerDied(RunError):
+  """Another process of the run has ended; running the same command again continues."""
+
+  exit_code = PEER_DIED
+
+
 @contextlib.contextmanager
 def as_exit_codes():
   """Ends the process, where the block raises a RunError, with one line on stderr and that error's exit code.
@@ -69,16 +78,18 @@ def as_exit_codes():
     yield
     return
   except RunError as error:
-    print(f"{type(error).__name__}: {error}", file=sys.stderr)
-    code = error.exit_code
+    line, code, said = f"{type(error).__name__}: {error}", error.exit_code, ""
   except KeyboardInterrupt:
-    code = 128 + signal.SIGINT
+    line, code, said = "interrupted", 128 + signal.SIGINT, None
   except BrokenPipeError:  # `... | head` has seen enough
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    code = 128 + signal.SIGPIPE
-  except Exception:
-    traceback.print_exc()
-    code = 1
+    line, code, said = "nobody reads its output", 128 + signal.SIGPIPE, None
+  except Exception as error:
+    line, code, said = f"{type(error).__name__}: {error}".splitlines()[0], 1, traceback.format_exc()
+  for say in LAST_WORDS:  # one of them may know better why, and end the process
+    say(code, line)
+  if said is not None:
+    print(said.rstrip() or line, file=sys.stderr)
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(code)  # threads of a failed run (compilation, savers, collectives) must not hold the process

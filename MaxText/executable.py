@@ -43,8 +43,8 @@ SETTINGS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable
 # on TPU machines.
 NO_MATTER = ("--xla_dump_", "--xla_force_host_platform_device_count", "--xla_tpu_use_enhanced_launch_barrier")
 # What train.py imports for the run around the step, and what gives it values: these are compared themselves.
-AROUND = {"checkpoint", "data", "diagnostics", "errors", "evals", "executable", "interpreter", "metrics", "pyconfig",
-          "topology"}
+AROUND = {"checkpoint", "data", "diagnostics", "errors", "evals", "executable", "interpreter", "metrics", "processes",
+          "pyconfig", "topology"}
 # All that the pickle of a compiled step is made of, with jax 0.10 and 0.11, for CPU, GPU and TPU.
 CLASSES = {
     ("jax", "P"), ("jax._src.core", "ManualAxisType"), ("jax._src.core", "MemorySpace"),

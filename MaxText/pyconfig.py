@@ -175,6 +175,9 @@ RANGES = _PARALLELISM | {
     "head_dim": (1, 10_000),
     "init_weights_seed": (0, 2**32 - 1),
     "input_dropout_rate": (0, 0.99),
+    "jax_initialization_timeout_seconds": (1, 10**6),
+    "jax_process_count": (1, 10**6),
+    "jax_process_id": (0, 10**6),
     "learning_rate": (0, 1000),
     "learning_rate_final_fraction": (0, 1),
     "learning_rate_schedule_steps": (1, 10**9, -1),
@@ -190,6 +193,7 @@ RANGES = _PARALLELISM | {
     "norm_epsilon": (0, 1),
     "num_epoch": (0, 10**6),
     "num_vocab_tiling": (0, 10**6),
+    "peer_timeout_seconds": (2, 10**6),
     "per_device_batch_size": (1e-6, 10**6),
     "plan_minutes": (0.1, 10_000),
     "plan_processes": (0, 1000),
@@ -225,7 +229,8 @@ RANGES = _PARALLELISM | {
 # What a run's saved config says about the machine that trained and about a start from elsewhere: not what the run is.
 MACHINE_KEYS = {*_PARALLELISM, "attention", "compile_mode", "compile_report_file", "compile_topology",
                 "compile_topology_num_slices", "compiled_trainstep_file", "decode_output_file",
-                "eval_per_device_batch_size", "eval_tasks", "libtpu_init_args", "load_full_state_path",
+                "eval_per_device_batch_size", "eval_tasks", "jax_coordinator_address", "jax_process_count",
+                "jax_process_id", "libtpu_init_args", "load_full_state_path",
                 "per_device_batch_size", "plan", "plan_directory", "plan_minutes", "plan_processes",
                 "prepare_directory", "prepare_verify", "prepare_workers", "prompt_file",
                 "standalone_first_step", "standalone_process_count", "standalone_process_index",
@@ -471,6 +476,8 @@ def dataset_type(path, name):
     return "tokens"
   if path.endswith((".parquet", ".gz", ".zst")) or ".array_record" in path or ".arrayrecord" in path:
     return "grain"
+  if path.startswith("gs://") and path.endswith((".txt", ".md", ".py", ".jsonl")):
+    return "text"
   folder = os.path.join(local, *name.partition(":")[0].split("/"))
   return "tfds" if path.startswith("gs://") or os.path.isdir(folder) else "text"
 
@@ -882,7 +889,11 @@ def validate_together(v):
     need(kind == "lm_eval" or "://" in path or not path or any(glob.iglob(os.path.expanduser(path))),
          f"eval_tasks={show(task)}: the file does not exist (seen from {show(os.getcwd())}). Check the path.")
 
-  # Mesh.
+  # Processes and mesh.
+  need(not v["jax_coordinator_address"] or re.fullmatch(r"[^\s:]+:\d+|\[[^\s]+\]:\d+", v["jax_coordinator_address"]),
+       f"{these('jax_coordinator_address')} must be host:port.")
+  need(v["jax_process_id"] < v["jax_process_count"],
+       f"{these('jax_process_id')} must be less than {these('jax_process_count')}.")
   for net in ("ici", "dcn"):
     free = [f"{net}_{axis}_parallelism=-1" for axis in MESH_AXES if v[f"{net}_{axis}_parallelism"] == -1]
     need(len(free) <= 1, f"{' and '.join(free)}: only one {net}_* key can take what is left. Set the others to 1.")

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from MaxText import errors, pyconfig
+from MaxText import errors, processes, pyconfig
 from MaxText.pyconfig import MESH_AXES
 
 _RULES = contextvars.ContextVar("logical axis rules")
@@ -31,6 +31,7 @@ def start(cfg, log=sys.stdout):
     jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
   jax.config.update("jax_default_matmul_precision", cfg.matmul_precision)
+  processes.join(cfg)
   devices = find_devices()
   cfg = pyconfig.resolve(cfg, devices)
   if jax.process_index() == 0:

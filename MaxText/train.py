@@ -23,12 +23,25 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from etils import epath
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText import checkpoint, data, diagnostics, errors, executable, metrics, model, optim, pyconfig, sharding
+from MaxText import (
+  checkpoint,
+  data,
+  diagnostics,
+  errors,
+  executable,
+  metrics,
+  model,
+  optim,
+  processes,
+  pyconfig,
+  sharding,
+)
 
 BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segmentations": jnp.int32,
          "loss_weights": jnp.float32}
@@ -248,13 +261,29 @@ class Run:
     self.say(f"parameters: {self.num_parameters:,}")
     if cfg.log_parameter_table:
       self.say("\n".join(parameter_table(self.state)))
-    self.pending = collections.deque()  # (step, metrics) dispatched and not yet reported
+    self.pending = collections.deque()  # (step, metrics, is_anybody_stopping) dispatched and not yet reported
+    self.several = jax.process_count() > 1
+    self.agreed = False  # of several processes one has received a signal, and all know of it
     # Fake CPU devices deadlock when many steps are under way; elsewhere the next is dispatched before the last is read.
     self.in_flight = 0 if cfg.platform == "cpu" else 1
 
   def say(self, line):
     if self.chief:
       print(line, flush=True)
+
+  @property
+  def stopping(self):
+    """Whether to save and stop behind the step that was just reported: the same in all processes."""
+    return self.agreed if self.several else bool(self.signals.received)
+
+  def ask(self):
+    """An array that is 1 where any process has received a signal. It goes beside a step, and waits for nobody."""
+    if not self.several:
+      return 0
+    everywhere = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+    flags = jax.make_array_from_callback((self.mesh.size,), everywhere, lambda index: np.full(
+        len(range(self.mesh.size)[index[0]]), self.signals.received is not None, np.int32))
+    return jax.jit(jnp.max, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(flags)
 
   def compile(self, lower):
     """The step that lower(cfg, mesh) gives, compiled."""
@@ -296,7 +325,7 @@ class Run:
       if self.eval_owed and (self.eval_step or self.tasks):
         with ledger.measure("eval"):
           finished = self.evaluate(where) or finished
-      while not finished and not self.signals.received:
+      while not finished and not self.stopping:
         with ledger.measure("data_wait"):
           batch = next(batches, None)
         with ledger.measure("step"), profiler.step(self.done, self.state):
@@ -305,33 +334,38 @@ class Run:
           else:
             self.state, step_metrics = self.train_step(self.state, batch, optim.hyper(cfg, self.done))
             self.done += 1
-            self.pending.append((self.done, step_metrics))
+            self.pending.append((self.done, step_metrics, self.ask()))
           finished = batch is None or self.done == cfg.steps
           evaluates = (self.eval_step or self.tasks) and cfg.eval_interval != -1 and self.evaluated != self.done
           self.eval_owed = bool(evaluates and (finished or self.done % cfg.eval_interval == 0))
           save_due = self.done % cfg.checkpoint_period == 0 or finished and cfg.save_checkpoint_on_completion
-          self.report(0 if self.eval_owed or save_due or finished or self.signals.received else self.in_flight)
+          self.report(0 if self.eval_owed or save_due or finished or self.stopping else self.in_flight)
+          if self.stopping:  # as a step that is reported has told
+            self.report(0)
         if self.eval_owed:
           with ledger.measure("eval"):
             reached = self.evaluate(where)
           save_due, finished = save_due or reached, finished or reached
-        if self.checkpointer and (save_due or self.signals.received):
+        if self.checkpointer and (save_due or self.stopping):
           self.recorder.flush()
           with ledger.measure("save"):
             position = self.data.position(self.done) | {
                 "skipped_in_a_row": self.skipped_in_a_row, "eval_owed": self.eval_owed}
-            self.checkpointer.save(self.done, self.state, position, wait=bool(finished or self.signals.received))
+            self.checkpointer.save(self.done, self.state, position, wait=bool(finished or self.stopping))
         self.last_end = time.perf_counter()
-      if self.signals.received and (self.eval_owed or not finished):
+      if self.stopping and (self.eval_owed or not finished):
+        processes.part()
         step = f"step {self.done} of {cfg.steps}"
         saved = f"saved {step}" if self.checkpointer else f"lost {step}, with enable_checkpointing=false"
-        raise errors.Stopped(f"{self.signals.received}: {saved}. Run the same command again to go on.")
+        why = self.signals.received or "a signal to another process"
+        raise errors.Stopped(f"{why}: {saved}. Run the same command again to go on.")
 
   def report(self, keep):
     """Waits for and records all dispatched steps but the `keep` newest. Raises NumericsError."""
     while len(self.pending) > keep:
-      step, step_metrics = self.pending.popleft()
+      step, step_metrics, is_anybody_stopping = self.pending.popleft()
       values = scalars(step_metrics) | {"current_learning_rate": optim.learning_rate(self.cfg, step - 1)}
+      self.agreed = self.agreed or bool(is_anybody_stopping)
       now = time.perf_counter()
       self.recorder.step(step, values, now - self.last_end)
       self.last_end = now
@@ -355,7 +389,7 @@ class Run:
                         count=count) as batches:
         for batch in batches:
           sums.append(jax.device_get(eval_step(self.state["params"], batch)))
-          if self.signals.received:
+          if self.signals.received and not self.several:
             return False
       nll, correct, weights = (sum(float(s[key]) for s in sums) for key in ("nll", "correct", "weights"))
       found = {"loss": nll / weights, "accuracy": correct / weights, "total_weights": weights}
@@ -390,7 +424,8 @@ def main(cfg):
     if cfg.eval_tasks:
       from MaxText import evals
 
-      run.tasks = evals.open_tasks(cfg, mesh, model.abstract(cfg)[0], run.data.tokenizer, lambda: signals.received)
+      run.tasks = evals.open_tasks(cfg, mesh, model.abstract(cfg)[0], run.data.tokenizer,
+                                   lambda: signals.received and not run.several)
     run.train()
 
 

@@ -27,6 +27,7 @@ LAYERS = (
     ("topology",),
     ("pyconfig",),
     ("interpreter",),
+    ("processes",),
     ("sharding", "tokenizer", "diagnostics"),
     ("attention", "quantize", "metrics", "hlo_cost", "executable", "sources"),
     ("corpus", "streams"),
