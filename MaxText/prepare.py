@@ -56,14 +56,14 @@ class Texts:
 
     self._groups = [tuple(path for _, path in group) for _, group in itertools.groupby(enumerate(files.paths), kind)]
     stamps = {path: size for path, (_, size, _) in zip(files.paths, sources.stamps(files), strict=True)}
-    self.origin, self.max_chars = files.origin, files.max_chars
+    self.origin, self.max_chars, self._versions = files.origin, files.max_chars, files.versions
     self.shards = tuple(group[0] for group in self._groups)
     self.sizes = tuple(sum(stamps[path] for path in group) for group in self._groups)
     self.fingerprint = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
 
   def read(self, shard, start=0):
     """The documents of a shard from number `start` on. Raises DataError."""
-    files = sources.Files(self.origin, self._groups[shard], 0)
+    files = sources.Files(self.origin, self._groups[shard], 0, self._versions)
     return itertools.islice(sources.documents(files, 0), start, None)
 
 

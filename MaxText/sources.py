@@ -14,13 +14,13 @@ import hashlib
 import importlib.util
 import io
 import json
+import math
 import os
 import re
 import sys
 import sysconfig
 import tempfile
 import zlib
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -31,14 +31,19 @@ from MaxText.errors import ConfigError, DataError
 NOT_LIBRARY = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages", "dist-packages",
                "ensurepip", "encodings", "pydoc_data", "__pycache__"}
 STDLIB_CHARS = 4_000_000
+FETCHED_BYTES = 1 << 26
 
 
 class Files(NamedTuple):
-  """A corpus before it is read: a phrase that says what it is, its files in reading order, where to stop by default."""
+  """A corpus before it is read: a phrase that says what it is, its files in reading order, where to stop by default.
+
+  versions: {path: [bytes, what tells its versions apart]} of those on gs://, as they were listed.
+  """
 
   origin: str
   paths: tuple
   max_chars: int
+  versions: dict = {}
 
 
 def stdlib(_path):
@@ -59,12 +64,20 @@ def stdlib(_path):
 
 
 def text(path, key="dataset_path"):
-  """Files named by `path`, the value of `key`: files, folders (recursive), globs, comma separated. Raises DataError."""
-  files = []
+  """Files named by `path`, the value of `key`: files, folders (recursive) and globs, local or gs://, comma separated.
+
+  The same folder gives the same order anywhere. Raises DataError.
+  """
+  files, versions = [], {}
   for entry in filter(None, path.split(",")):
-    found = [entry] if os.path.exists(entry) else sorted(glob.glob(entry, recursive=True))
+    if "://" in entry:
+      found, missing = _walk_store(entry, key), "no such bucket, file, folder or match"
+      versions |= found
+    else:
+      found = [entry] if os.path.exists(entry) else sorted(glob.glob(entry, recursive=True))
+      missing = f"no such file, folder or match in {os.getcwd()}"
     if not found:
-      raise DataError(f"{key}={entry}: no such file, folder or match in {os.getcwd()}. Check the path.")
+      raise DataError(f"{key}={entry}: {missing}. Check the path.")
     for one in found:
       if os.path.isdir(one):
         files += _walk(one, READERS, set())
@@ -74,27 +87,26 @@ def text(path, key="dataset_path"):
         raise DataError(f"{key}={entry}: only {' '.join(READERS)} files can be read. Convert it.")
   if not files:
     raise DataError(f"{key}={path}: holds no {' '.join(READERS)} file. Give another.")
-  return Files(path, tuple(dict.fromkeys(files)), 0)
+  return Files(path, tuple(dict.fromkeys(files)), 0, versions)
 
 
 SOURCES = {"stdlib": stdlib, "text": text}
 
 
-def read_file(path):
+def read_file(file, _path):
   """A file is a document. Bytes that are not UTF-8 become U+FFFD."""
-  yield Path(path).read_bytes().decode("utf-8", "replace")
+  yield file.read().decode("utf-8", "replace")
 
 
-def read_jsonl(path):
+def read_jsonl(file, path):
   """A line {"text": ...} is a document; blank lines do not count. Raises DataError with file and line."""
-  with Path(path).open("rb") as file:
-    for number, line in enumerate(file, 1):
-      if not line.strip():
-        continue
-      document = _json_text(line, "text")
-      if isinstance(document, Fault):
-        raise DataError(f"{path}:{number}: {document.reason}. Mend or drop it.")
-      yield document
+  for number, line in enumerate(file, 1):
+    if not line.strip():
+      continue
+    document = _json_text(line, "text")
+    if isinstance(document, Fault):
+      raise DataError(f"{path}:{number}: {document.reason}. Mend or drop it.")
+    yield document
 
 
 READERS = {".txt": read_file, ".md": read_file, ".py": read_file, ".jsonl": read_jsonl}
@@ -106,22 +118,58 @@ def documents(files, max_chars):
   The document that reaches the limit is the last, whole. Raises DataError.
   """
   limit, chars = max_chars or files.max_chars, 0
-  for path in files.paths:
+  for path, opened in _open_together(files):
     try:
-      for document in READERS[os.path.splitext(path)[1]](path):
-        if document:
-          yield document
-          chars += len(document)
-          if limit and chars >= limit:
-            return
-    except OSError as error:
-      raise DataError(f"{path}: cannot be read ({error.strerror}). Mend it or leave it out.") from error
+      with opened() as file:
+        for document in READERS[os.path.splitext(path)[1]](file, path):
+          if document:
+            yield document
+            chars += len(document)
+            if limit and chars >= limit:
+              return
+    except DataError:
+      raise
+    except Exception as error:  # noqa: BLE001, stores raise their own
+      if isinstance(error, OSError) or "://" in path:
+        raise DataError(f"{path}: cannot be read ({_line(error)}). Mend it or leave it out.") from error
+      raise
+
+
+def _open_together(files):
+  """Yields (path, what opens it) of Files. Small ones on gs:// are fetched together, not one by one."""
+  groups, room = [], 0
+  for path in files.paths:
+    size = files.versions[path][0] if path in files.versions else math.inf
+    if not groups or size > room:
+      groups.append([])
+      room = FETCHED_BYTES
+    groups[-1].append(path)
+    room -= size
+  for group in groups:
+    if len(group) == 1:
+      yield group[0], functools.partial(_open, group[0])
+      continue
+    store, _ = _store(group[0])
+    for path, content in zip(group, store.cat_ranges(group, None, None), strict=True):
+      yield path, functools.partial(_opened, content)
+
+
+def _opened(content):
+  if isinstance(content, Exception):
+    raise content
+  return io.BytesIO(content)
 
 
 def stamps(files):
-  """[path, bytes, modification time in ns] of each of Files: what tells that none has changed. Raises DataError."""
+  """[path, bytes, modification time in ns] of each of Files, on gs:// its generation: what tells that none has changed.
+
+  Raises DataError.
+  """
   found = []
   for path in files.paths:
+    if path in files.versions:
+      found.append([path, *files.versions[path]])
+      continue
     try:
       stat = os.stat(path)
     except OSError as error:
@@ -474,7 +522,7 @@ def read_rows(path, field, start, step):
   """JSON objects, one a line, blank lines not counted; .gz by gzip, .zst by pyarrow. What comes before is read too."""
   with _open(path) as source:
     if path.endswith(".gz"):
-      lines = io.BufferedReader(gzip.GzipFile(fileobj=source), READ_BYTES)
+      lines = io.BufferedReader(gzip.GzipFile(fileobj=source), 1 << 17)
     elif path.endswith(".zst"):
       import pyarrow
 
@@ -523,7 +571,7 @@ def _json_text(line, field):
   except (ValueError, TypeError, KeyError, RecursionError):
     return Fault(f'a row must be an object with a string "{field}"')
   # JSON can spell half a surrogate pair, which no encoder takes.
-  return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+  return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if b"\\u" in line else text
 
 
 def _plain_text(record, _field):
@@ -621,35 +669,50 @@ def _require(package, said, pip):
 
 def _find(entry, key, directories=False):
   """[(name, bytes)] in sorted order of the files (or directories) that a path, folder or glob in a store means."""
-  import fsspec
+  return [(name, info["size"] or 0) for name, info in sorted(_list(entry, key).items())
+          if (info["type"] == "directory") == directories]
 
+
+def _list(entry, key):
+  """{name: what the store knows of it} of the files and, of a glob, directories that an entry of `key` means."""
   try:
-    store, inner = fsspec.core.url_to_fs(entry)
-    if any(sign in inner for sign in "*?["):
+    store, inner = _store(entry)
+    if _is_glob(inner):
       found = store.glob(inner, detail=True)
     elif store.isdir(inner):
       found = store.find(inner, detail=True)
-      hidden = re.compile(r"/\.")
-      found = {name: info for name, info in found.items() if not hidden.search(name[len(inner.rstrip("/")):])}
     else:
       found = {inner: store.info(inner)}
   except FileNotFoundError:
     found = {}
-  except Exception as error:  # noqa: BLE001, each store raises its own, ImportError where its package is missing
+  except ImportError as error:
+    raise ConfigError(f"{key}={entry}: a package is not installed. {_line(error)}.") from error
+  except Exception as error:  # noqa: BLE001, each store raises its own
     raise DataError(f"{key}={entry}: cannot be listed ({_line(error)}). Check the path and its permissions.") from error
   name_of = store.unstrip_protocol if "://" in entry else str
-  return [(name_of(name), info["size"] or 0) for name, info in sorted(found.items())
-          if (info["type"] == "directory") == directories]
+  start, left_out = len(re.split(r"[*?[]", inner)[0].rstrip("/")), re.compile(r"/\.|/$")  # hidden; what marks a folder
+  return {name_of(name): info for name, info in found.items() if not left_out.search(name[start:])}
+
+
+def _is_glob(path):
+  return any(sign in path for sign in "*?[")
 
 
 def _open(name):
   """A binary file, local or in any store that fsspec has a package for."""
   if "://" not in name:
     return open(name, "rb")
+  store, inner = _store(name)
+  # By itself gcsfs reads up to 256 MiB ahead of each of up to 128 open files, and logs tracebacks of what it raises.
+  # The lines of a store's file, which Python code looks for, take 50 times as long.
+  return io.BufferedReader(store.open(inner, "rb", cache_type="readahead"), READ_BYTES)
+
+
+def _store(name):
+  """(fsspec's file system, the path in it)."""
   import fsspec
 
-  store, inner = fsspec.core.url_to_fs(name)
-  return store.open(inner, "rb")
+  return fsspec.core.url_to_fs(name.rstrip("/") or "/")
 
 
 def _is_damage(error):
@@ -702,3 +765,19 @@ def _walk(root, suffixes, skip):
     folders[:] = sorted(f for f in folders if f not in skip and not f.startswith((".", "config-")))
     yield from (os.path.join(directory, name) for name in sorted(names)
                 if os.path.splitext(name)[1] in suffixes and not name.startswith("."))
+
+
+def _walk_store(entry, key):
+  """{file: [bytes, generation]} of what an entry of `key` means on gs://, in the order in which local ones come."""
+  def in_folders(name):  # as _walk(): the files of a folder, then its folders
+    *folders, file = name.split("/")
+    return [*((1, folder) for folder in folders), (0, file)]
+
+  listed, found = _list(entry, key), {}
+  for name in sorted(listed, key=None if _is_glob(entry) else in_folders):
+    info = listed[name]
+    if info["type"] == "file":
+      found[name] = [info["size"], info.get("generation", str(info.get("mtime")))]
+    elif _is_glob(entry) and not _is_glob(name):
+      found |= _walk_store(name, key)
+  return found

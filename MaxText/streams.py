@@ -343,7 +343,9 @@ class Slot:
     self._epoch, self._place, self._record, self._used = state
     self._per_shard = parts_per_shard(len(plan.source.shards), plan.num_slots)
     self._num_parts = self._per_shard * len(plan.source.shards)
-    self._begin, self._end = (np.array(edge, words.dtype) for edge in (plan.begin, plan.end))
+    self._begin, self._end = ([np.array(edge, words.dtype)] if edge else [] for edge in (plan.begin, plan.end))
+    self._nothing = np.zeros(0, words.dtype)
+    self._more = len(plan.begin) + len(plan.end) - 1
     self._unit = plan.length if plan.packing == "concat" else 1  # what `used` counts of a row
     self._window = self._items = self._failure = None
     self._empty_epochs = self._skipped = 0
@@ -369,8 +371,8 @@ class Slot:
       filled += count
       self._used += count
     states += [[*self._state(), self._used]] * (rows + 1 - len(states))
-    pieces = pieces or [(np.zeros(2, self._words.dtype), *np.zeros((2, 0), np.int64))]
-    tokens, starts, counts = map(np.concatenate, zip(*pieces, strict=True))
+    pieces = pieces or [(self._nothing, *np.zeros((2, 0), np.int64))]
+    tokens, starts, counts = pieces[0] if len(pieces) == 1 else map(np.concatenate, zip(*pieces, strict=True))
     skipped, self._skipped = self._skipped, 0
     return Chunk(tokens, starts, counts, states, -(-filled // self._unit), not more, skipped)
 
@@ -437,13 +439,14 @@ class Slot:
 
   def _count(self, ids):
     """The pairs of a document."""
-    return len(ids) + len(self._begin) + len(self._end) - 1 if len(ids) else 0
+    return len(ids) + self._more if len(ids) else 0
 
   def _join(self, items):
     """The tokens of the documents that have pairs, joined with their edges, and the number of pairs of each."""
-    kept = [ids for ids in items if self._count(ids)]
-    tokens = np.concatenate([self._begin[:0], *(part for ids in kept for part in (self._begin, ids, self._end))])
-    return tokens, np.array(list(map(self._count, kept)), np.int64)
+    counts = list(map(self._count, items))
+    parts = [part for ids, count in zip(items, counts, strict=True) if count
+             for part in (*self._begin, ids, *self._end)]
+    return np.concatenate([self._nothing, *parts]), np.array([count for count in counts if count], np.int64)
 
   def _encode(self, documents, shard):
     """The ids of each document, none for those skipped."""
@@ -456,7 +459,7 @@ class Slot:
                           f" {self._words.vocab_size}. Give the tokenizer that made them.")
         items.append(document.astype(self._words.dtype))
       else:
-        items.append(next(encoded) if document else self._begin[:0])
+        items.append(next(encoded) if document else self._nothing)
     return items
 
 
@@ -483,8 +486,9 @@ class Concat:
     """Tokens, starts and counts, as in Chunk, of the pairs [start, stop)."""
     first = np.searchsorted(self._edges, start, side="right") - 1
     last = np.searchsorted(self._edges, stop)
-    bounds = np.clip(self._edges[first:last + 1], start, stop)
-    return self._tokens[start + first:stop + last], bounds[:-1] - start, np.diff(bounds)
+    bounds = self._edges[first:last + 1] - start
+    bounds[0], bounds[-1] = 0, stop - start
+    return self._tokens[start + first:stop + last], bounds[:-1], bounds[1:] - bounds[:-1]
 
 
 class BestFit:
@@ -566,28 +570,24 @@ def _expand(chunk, length):
   """The rows of a chunk: int32 [4, rows, length]."""
   rows = len(chunk.states) - 1
   first, last = chunk.starts // length, (chunk.starts + chunk.counts - 1) // length  # rows of each piece
-  document = np.repeat(np.arange(len(first)), last - first + 1)  # from here on a piece ends with its row
-  row = np.arange(len(document)) - (np.cumsum(last - first + 1) - last - 1)[document]
-  starts = np.maximum(chunk.starts[document], row * length)
-  counts = np.minimum((chunk.starts + chunk.counts)[document], (row + 1) * length) - starts
-  segment = np.arange(len(row)) - np.searchsorted(row, row) + 1
-  token = np.cumsum(counts) - counts + document  # that the piece begins with
-  room = length - np.bincount(row, counts, rows).astype(np.int64)
-  if padded := room.any():  # padding is a piece of segment 0
-    short = np.flatnonzero(room)
-    none = np.zeros_like(short)
-    order = np.argsort(np.concatenate([starts, (short + 1) * length - room[short]]))
-    starts, counts, segment, token = (np.concatenate(pair)[order] for pair in (
-        (starts, (short + 1) * length - room[short]), (counts, room[short]), (segment, none), (token, none)))
-  planes = np.empty((len(PLANES), rows * length), np.int32)
-  planes[2] = position = np.arange(rows * length) - np.repeat(starts, counts)
-  index = position + np.repeat(token, counts)
-  planes[0] = np.take(chunk.tokens, index, mode="clip")
-  planes[1] = np.take(chunk.tokens[1:], index, mode="clip")
-  planes[3] = np.repeat(segment, counts)
-  if padded:
-    planes *= planes[3] > 0
-  return planes.reshape(len(PLANES), rows, length)
+  number = last - first + 1
+  document = np.arange(len(first)).repeat(number)  # from here on a piece ends with its row
+  row = np.arange(len(document)) - (number.cumsum() - last - 1)[document]
+  counts = np.minimum((chunk.starts + chunk.counts)[document], (row + 1) * length)
+  counts -= np.maximum(chunk.starts[document], row * length)
+  places, real = counts.cumsum() - counts, int(counts.sum())  # without the padding
+  segment = np.arange(1, len(row) + 1) - row.searchsorted(row)
+  past = (chunk.counts + 1).cumsum() - 1  # the last token of each piece, which is no input; nor is its first a target
+  flat = np.empty((len(PLANES), real), np.int32)
+  flat[0] = np.delete(chunk.tokens, past)
+  flat[1] = np.delete(chunk.tokens, past - chunk.counts)
+  np.subtract(np.arange(real, dtype=np.int32), places.astype(np.int32).repeat(counts), out=flat[2])
+  flat[3] = segment.astype(np.int32).repeat(counts)
+  if real == rows * length:
+    return flat.reshape(len(PLANES), rows, length)
+  planes = np.zeros((len(PLANES), rows, length), np.int32)
+  planes[:, np.bincount(row, counts, rows)[:, None] > np.arange(length)] = flat
+  return planes
 
 
 def _as_batch(planes):

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources_test import example, write_parquet, write_rows, write_tfrecord
 from tests.tiny import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -254,7 +255,7 @@ def run(store, tmp_path):
     process.err = "".join(line for line in process.err.splitlines(True) if not re.match(r"[IW]\d{4} |WARNING:", line))
     return process
 
-  run.env = env
+  run.env, run.keys = env, keys
   return run
 
 
@@ -363,6 +364,160 @@ def test_a_bucket_without_gcsfs_is_one_line(run, tmp_path):
   assert process.err.count("\n") == 1 and "install gcsfs" in process.err, process.err
 
 
+# --- Data on a bucket ------------------------------------------------------------------------------------------------
+
+
+def upload(store, folder):
+  """Puts the files in a folder on gs://bucket/<its name>."""
+  for path in folder.rglob("*"):
+    if path.is_file():
+      store.put(f"bucket/{path.relative_to(folder.parent)}", path.read_bytes())
+
+
+def trained(run, tmp_path, name, **keys):
+  """The losses of 3 steps of a run of this name."""
+  process = run("train", base_output_directory=tmp_path / "runs", run_name=name, steps=3, **keys)
+  assert process.returncode == 0 and process.err == "", process.out + process.err
+  found = losses((tmp_path / f"runs/{name}/metrics/metrics.jsonl").read_bytes())
+  assert len(found) == 3
+  return found
+
+
+@pytest.fixture
+def python(run):
+  """python(code, *arguments): a process that runs the code, with the Store where Google's would be."""
+  def python(code, *arguments):
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=os.environ | run.env, cwd=ROOT,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+  return python
+
+
+@needs_gcsfs
+def test_text_on_a_bucket_gives_the_losses_of_the_same_on_disk_and_is_prepared_anew_when_a_file_changes(
+    run, store, tmp_path):
+  folder = tmp_path / "notes"
+  for name in ("b.txt", "a.md", "sub/c.py", ".git/d.txt", "e.bin"):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"{name} " * 50)
+  write_rows(folder / "z.jsonl", [{"text": f"row {i} " * 20} for i in range(20)])
+  upload(store, folder)
+  store.put("bucket/notes/sub/", b"")  # what consoles make of an empty folder
+  keys = {"eval_interval": 2, "data_cache_dir": tmp_path / "cache"}
+  here = trained(run, tmp_path, "here", dataset_path=folder, eval_dataset_path=f"{folder}/*.txt", **keys)
+  keys |= {"dataset_path": "gs://bucket/notes", "eval_dataset_path": "gs://bucket/notes/*.txt"}
+  assert trained(run, tmp_path, "there", **keys) == here
+  fingerprints = [json.loads((tmp_path / f"runs/{name}/data/manifest.json").read_text())["fingerprint"]
+                  for name in ("here", "there")]
+  assert fingerprints[0] == fingerprints[1]
+  evals = [(tmp_path / f"runs/{name}/metrics/eval.jsonl").read_text().count("\n") for name in ("here", "there")]
+  assert evals[0] == evals[1] > 0
+
+  asked, answer = [], store.answer
+  store.answer = lambda method, target, *rest: (asked.append(target), answer(method, target, *rest))[1]
+  assert trained(run, tmp_path, "again", **keys) == here
+  assert asked and not [target for target in asked if "alt=media" in target]  # data_cache_dir has it
+  store.put("bucket/notes/a.md", b"A.MD " * 50)  # as long, and on this server of the same date
+  assert trained(run, tmp_path, "changed", **keys) != here
+
+
+@needs_gcsfs
+@pytest.mark.parametrize("path, complaint", [
+    ("gs://absent/a.txt", "no such bucket, file"), ("gs://bucket/absent/*.txt", "no such bucket, file"),
+    ("gs://bucket/refused", "cannot be listed (Forbidden"), ("gs://bucket/torn/a.txt", "a.txt: cannot be read (Forb"),
+    ("gs://bucket/torn", "a.txt: cannot be read (Forb"), ("gs://bucket/rows.jsonl", "rows.jsonl:2: a row must be")])
+def test_text_on_a_bucket_that_cannot_be_read_is_one_line(run, store, tmp_path, path, complaint):
+  for name in ("a.txt", "b.txt"):
+    store.put(f"bucket/torn/{name}", b"content")
+  store.put("bucket/rows.jsonl", b'{"text": "a"}\nno JSON\n')
+
+  asked = []
+
+  def fault(method, name):
+    asked.append(name)
+    content = name.startswith("torn/") and asked.count(name) > path.endswith("a.txt")  # a file's metadata come first
+    return 403 if content or path.endswith("refused") else 0
+
+  store.fault = fault
+  process = run("train", base_output_directory=tmp_path, dataset_path=path)
+  assert process.returncode == 65 and process.err.count("\n") == 1 and complaint in process.err, process.err
+
+
+@needs_gcsfs
+def test_files_that_others_add_to_a_bucket_are_seen_and_those_that_grow_are_read_whole(python, store):
+  code = """
+import sys
+from MaxText import sources
+from etils import epath
+for path in sys.stdin:
+  folder, rows = epath.Path("gs://bucket/notes"), sources.grain("gs://bucket/rows/a.jsonl")
+  print([(folder / name).read_text() for name in ("a.txt", "b.txt") if (folder / name).exists()],
+        list(sources.documents(sources.text("gs://bucket/notes/a.txt"), 0)), list(rows.read(0)),
+        sorted(path.name for path in folder.iterdir()), list(sources.documents(sources.text("gs://bucket/notes"), 0)),
+        len(sources.grain("gs://bucket/rows").shards), flush=True)
+"""
+  with python(code) as process:
+    def look():
+      process.stdin.write("\n")
+      process.stdin.flush()
+      return process.stdout.readline()
+
+    store.put("bucket/notes/a.txt", b"one")
+    store.put("bucket/rows/a.jsonl", b'{"text": "1"}\n')
+    assert look() == "['one'] ['one'] ['1'] ['a.txt'] ['one'] 1\n"
+    store.put("bucket/notes/a.txt", b"longer")
+    store.put("bucket/notes/b.txt", b"two")
+    store.put("bucket/rows/a.jsonl", b'{"text": "12345"}\n')
+    store.put("bucket/rows/b.jsonl", b'{"text": ""}\n')
+    assert look() == "['longer', 'two'] ['longer'] ['12345'] ['a.txt', 'b.txt'] ['longer', 'two'] 2\n"
+
+
+@needs_gcsfs
+def test_a_host_waits_on_a_bucket_for_the_data_that_process_0_writes_there(python, run, store):
+  code = """
+import sys
+from MaxText import data, pyconfig
+cfg = pyconfig.load(sys.argv[2:])
+cfg = pyconfig.resolve(cfg, [type("Device", (), {"platform": "cpu", "device_kind": "cpu", "slice_index": 0})()])
+print("ready", flush=True)
+held = data.open(cfg, process_index=int(sys.argv[1]), process_count=2)
+print(held.identity["corpus"], held.train.rows(0, 4)["inputs"].sum())
+"""
+  arguments = [ROOT / "configs/base.yml", *(f"{key}={value}" for key, value in run.keys.items())]
+  with python(code, 1, *arguments) as second:
+    assert second.stdout.readline() == "ready\n"
+    looks, answer = threading.Semaphore(0), store.answer
+    store.answer = lambda method, target, *rest: (looks.release(), answer(method, target, *rest))[1]
+    for _ in range(4):  # it has found nothing, more than once
+      assert looks.acquire(timeout=60)
+    with python(code, 0, *arguments) as first:
+      (out, err), (first_out, first_err) = second.communicate(timeout=60), first.communicate(timeout=60)
+      assert first.returncode == second.returncode == 0, err + first_err
+      assert out and first_out == "ready\n" + out
+
+
+@needs_gcsfs
+@pytest.mark.parametrize("kind", [".parquet", ".jsonl.gz", ".jsonl.zst"])
+def test_shards_on_a_bucket_give_the_losses_of_the_same_on_disk(run, store, tmp_path, kind):
+  folder = tmp_path / "shards"
+  folder.mkdir()
+  for shard in range(3):
+    rows = [{"text": f"{shard} {i} " + "ab cd " * (i % 20)} for i in range(100)]
+    (write_parquet if kind == ".parquet" else write_rows)(folder / f"{shard}{kind}", rows)
+  upload(store, folder)
+  here, there = (trained(run, tmp_path, name, dataset_type="grain", dataset_path=path, data_workers=workers,
+                         eval_interval=2, eval_dataset_path=f"{path}/0{kind}")
+                 for name, path, workers in (("here", folder, 0), ("there", "gs://bucket/shards", 2)))
+  assert here == there
+
+
+@needs_gcsfs
+def test_token_files_on_a_bucket_are_refused_in_one_line(run, tmp_path):
+  process = run("train", base_output_directory=tmp_path, dataset_type="tokens", dataset_path="gs://bucket/tokens")
+  assert process.returncode == 65 and process.err.count("\n") == 1, process.err
+  assert "gs://bucket/tokens: token files are read from a local folder. Mount the bucket" in process.err
+
+
 # --- TensorFlow's client ---------------------------------------------------------------------------------------------
 # It knows www.googleapis.com and storage.googleapis.com alone, so that it comes here through a proxy and a certificate.
 
@@ -383,6 +538,7 @@ def tensorflow(store, tmp_path):
     return subprocess.run([sys.executable, "-c", code], env=os.environ | env, cwd=ROOT, check=True, timeout=200,
                           stdout=subprocess.PIPE, text=True).stdout.splitlines()
 
+  run.env = env
   return run
 
 
@@ -401,6 +557,21 @@ for pattern in %r:
 """ % ["gs://bucket/c4/en/3.0.1/*-train.tfrecord-*", str(C4 / "*-train.tfrecord-0000[0-3]-*")]
   there, here = tensorflow(code)
   assert there == here and there.startswith("4 ")
+
+
+@needs_tensorflow
+@needs_gcsfs
+def test_tfrecords_on_a_bucket_give_the_losses_of_the_same_on_disk(run, store, tensorflow, tmp_path):
+  for split, shards in (("train", 3), ("validation", 1)):
+    for shard in range(shards):
+      texts = [f"{shard} {i} " + "ab cd " * (i % 20) for i in range(100)]
+      write_tfrecord(tmp_path / f"tfds/c4/en/3.0.1/c4-{split}.tfrecord-{shard:05d}-of-{shards:05d}",
+                     [example({"text": [text.encode()]}) for text in texts])
+  upload(store, tmp_path / "tfds")
+  here, there = (trained(run, tmp_path, name, dataset_type="tfds", dataset_path=path, eval_interval=2,
+                         env=run.env | tensorflow.env)
+                 for name, path in (("here", tmp_path / "tfds"), ("there", "gs://bucket/tfds")))
+  assert here == there
 
 
 @needs_tensorflow

@@ -183,6 +183,10 @@ def test_values_follow_from_others():
   assert load(f"tokenizer_path={__file__}").tokenizer_type == "sentencepiece"
   assert load("dataset_path=tests").dataset_type == "text"
   assert load("dataset_path=tests", "dataset_type=synthetic").dataset_type == "synthetic"
+  for path, kind in (("gs://b/c4", "tfds"), ("gs://b/*.txt", "text"), ("gs://b/x,gs://b/a.jsonl", "text"),
+                     ("gs://b/a.jsonl.gz", "grain"), ("gs://b/a.parquet", "grain")):
+    assert load(f"dataset_path={path}").dataset_type == kind
+  assert load("dataset_path=gs://b/notes", "dataset_type=text").dataset_type == "text"
 
 
 def test_zero_is_a_value():

@@ -61,6 +61,40 @@ def test_files_folders_and_globs_are_read_once_each_in_order(tmp_path):
   assert read(tmp_path, max_chars=5) == ["a.md", "b.txt"]
 
 
+def test_a_store_gives_the_texts_of_a_local_folder_in_its_order(tmp_path, monkeypatch):
+  import fsspec
+
+  store = fsspec.filesystem("memory")
+  for name in ("z.txt", "a.md", "sub/z.txt", "sub/a.txt", "sub dir é/c.py", "sub/deep/b.md", ".git/e.txt",
+               ".hidden.txt", "d.bin", "e.txt"):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(name if name != "e.txt" else "")
+  write_rows(tmp_path / "b.jsonl", [{"text": "one"}, b"\n", {"text": "two"}])
+  store.put(f"{tmp_path}/", "/texts/", recursive=True)
+  for path in ("", "*", "*.txt", "**/*.txt", "s*", "a.md", "sub,a.md,*", "b.jsonl", "[ab].*", ".hidden.txt"):
+    both = [",".join(f"{root}/{part}".rstrip("/") for part in path.split(","))
+            for root in (tmp_path, "memory://texts")]
+    here, there = map(sources.text, both)
+    assert [file.removeprefix("memory:///texts") for file in there.paths] == [
+        file.removeprefix(str(tmp_path)) for file in here.paths], path
+    assert read(both[0]) == read(both[1]) != []
+    monkeypatch.setattr(sources, "FETCHED_BYTES", 20)  # a few together
+    assert read(both[0]) == read(both[1])
+    monkeypatch.undo()
+  assert read("memory://texts", max_chars=5) == ["a.md", "one"]
+  for name, complaint in (("nowhere", "no such bucket"), ("*.csv", "no such bucket"), ("d.bin", "only .txt")):
+    path = f"memory:///texts/{name}"
+    refused(lambda path=path: sources.text(path), f"dataset_path={path}: {complaint}")
+  files = sources.text("memory://texts")
+  assert [size for _, size, _ in sources.stamps(files)] == [os.path.getsize(f"{tmp_path}/{path.split('/texts/')[1]}")
+                                                            for path in files.paths]
+  for gone in ("a.md", "b.jsonl"):  # fetched with others, and alone
+    files = sources.text(f"memory://texts/{gone},memory://texts/sub" if gone == "a.md" else f"memory://texts/{gone}")
+    store.rm(f"/texts/{gone}")
+    with pytest.raises(DataError, match=f"{gone}: cannot be read"):
+      list(sources.documents(files, 0))
+
+
 def test_texts_come_through_exactly_and_invalid_utf8_is_replaced(tmp_path):
   (tmp_path / "a.txt").write_bytes(b"\tx\r\n\0\xe2\x96\x81 \xf0\x9f\x98\x80\n")
   (tmp_path / "b.txt").write_bytes(b"good \xff\xfe bad \xe2\x96")
