@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several processes: joining jax's distributed runtime, and the end of all of them when one has died.
 
-join() finds out whether this process is one of many: by jax_coordinator_address and its keys, or by what TPU pods and
+join() finds out whether this process is one of many: by jax_coordinator_address and its keys, by the environment that
+multihost_runner.py sets (JAX_COORDINATOR_ADDRESS, JAX_PROCESS_COUNT, JAX_PROCESS_ID), or by what TPU pods and
 multislice, GKE, Slurm and Open MPI tell. On one machine nothing is started.
 
 jax notices a dead process by its heartbeat and then aborts without a word. So process 0 holds a connection to each
@@ -42,17 +43,21 @@ def join(cfg):
 
   To be called before jax looks for devices.
   """
-  given = {}
-  if cfg.jax_coordinator_address:
-    given = {"coordinator_address": cfg.jax_coordinator_address, "num_processes": cfg.jax_process_count,
-             "process_id": cfg.jax_process_id}  # fmt: skip
-  elif detect() == 1:
+  address, count, index = cfg.jax_coordinator_address, cfg.jax_process_count, cfg.jax_process_id
+  told = {name: os.environ.get(f"JAX_{name}", "") for name in ("COORDINATOR_ADDRESS", "PROCESS_COUNT", "PROCESS_ID")}
+  if not address and all(told.values()):
+    if not (told["PROCESS_COUNT"].isdecimal() and told["PROCESS_ID"].isdecimal()):
+      raise errors.ConfigError(f"JAX_PROCESS_COUNT={told['PROCESS_COUNT']} JAX_PROCESS_ID={told['PROCESS_ID']}: these"
+                               " of the environment must be numbers. Unset them, or give jax_coordinator_address.")
+    address, count, index = told["COORDINATOR_ADDRESS"], int(told["PROCESS_COUNT"]), int(told["PROCESS_ID"])
+  if (count if address else detect()) == 1:
     return
+  given = {"coordinator_address": address, "num_processes": count, "process_id": index} if address else {}
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, for which train.py has its own answer
   # jax itself aborts where one is missing, with a stack of C++.
   seconds = cfg.jax_initialization_timeout_seconds
-  alarm = threading.Timer(seconds, _give_up, (cfg.jax_coordinator_address or "(found by jax)", seconds))
+  alarm = threading.Timer(seconds, _give_up, (address or "(found by jax)", seconds))
   alarm.daemon = True
   alarm.start()
   try:

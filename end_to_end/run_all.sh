@@ -29,6 +29,7 @@ run end_to_end/test_convert.py
 if [ -n "${EVAL_DATA:-}" ]; then run end_to_end/test_evals.py --data="$EVAL_DATA"; fi
 run end_to_end/test_tflops.py
 run end_to_end/test_compiled_step.py --at_least=4 # as above
+run end_to_end/test_data.py --at_least=0.6 # as above; the aim is 0.85
 # All recipes take 20 minutes; the one with figures to reach takes 3.
 if python3 -c 'import libtpu' 2>/dev/null; then run end_to_end/test_aot.py --only="maxtext 16b"; fi
 run end_to_end/test_startup.py --slack=3 # as above

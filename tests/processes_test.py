@@ -30,17 +30,20 @@ class Processes:
     self.directory, self.name = directory, name
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}"}
+    in_environment = "environment" in name  # as multihost_runner.py tells them
     command = [sys.executable, "MaxText/train.py", "configs/base.yml", f"run_name={name}", *SMALL,
                f"base_output_directory={directory}", f"data_cache_dir={directory}/cache", *arguments]
-    if count > 1:
+    if in_environment:
+      environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PROCESS_COUNT": str(count)}
+    elif count > 1:
       command += [f"jax_coordinator_address=127.0.0.1:{port}", f"jax_process_count={count}"]
     self.started, self.logs = [], []
     for index in range(count):
       self.logs.append(directory / f"{name}.{index}.log")
       with self.logs[-1].open("wb") as log:
         self.started.append(subprocess.Popen(
-            [*command, *([f"jax_process_id={index}"] if count > 1 else [])], cwd=REPO, env=environment, stdout=log,
-            stderr=subprocess.STDOUT))  # fmt: skip
+            [*command, *([f"jax_process_id={index}"] if count > 1 and not in_environment else [])], cwd=REPO,
+            env=environment | {"JAX_PROCESS_ID": str(index)}, stdout=log, stderr=subprocess.STDOUT))
 
   def wait(self, seconds=120):
     """Their exit codes."""
@@ -122,9 +125,9 @@ def test_losses_evaluations_and_checkpoints_of_two_processes_are_those_of_one(st
   assert [row["step"] for row in on.rows()] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_when_one_is_killed_the_others_say_who_and_end_with_76(start, victim):
-  both = start("run", 2, "steps=100000", "eval_interval=-1")
+@pytest.mark.parametrize("name, victim", [("run", 0), ("environment", 1)])
+def test_when_one_is_killed_the_others_say_who_and_end_with_76(start, name, victim):
+  both = start(name, 2, "steps=100000", "eval_interval=-1")
   both.wait_for_step(3)
   both.started[victim].kill()
   begin = time.monotonic()
